@@ -271,6 +271,8 @@ class Batch:
         excluded: Internal label ids that are the query itself (filter pairs) of all G queries;
             never a negative.
         relevance: float64, how much each value of `positives` counts; None if all count 1.
+        inputs: What the method's `prepare` returned for the batch ahead of the step; None if it was
+            not called.
     """
 
     epoch: int
@@ -282,6 +284,7 @@ class Batch:
     positives: Ragged
     excluded: Ragged
     relevance: Float64Array | None = None
+    inputs: Any = None
 
     def weights_of(self, queries: Int64Array, labels: Int64Array) -> Float64Array | None:
         """float64, how much some pairs of a query and its positive count; None if all count 1.

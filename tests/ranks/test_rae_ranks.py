@@ -9,7 +9,7 @@ from ranks import golden, over_ranks
 
 from xmcray.losses import columns
 from xmcray.methods.label_pool import LabelPool
-from xmcray.methods.rae import rae_loss, sharing_queries
+from xmcray.methods.rae import rae_loss, rae_pairs, sharing_queries
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition, share
 from xmcray.types import Batch, Ragged
@@ -36,9 +36,9 @@ def on_rank() -> tuple[float, Any, Any]:
     drawn = Ragged.from_rows(g["pool_label_ids"][g["picked_positive"]][:, None])
     query_BD = torch.tensor(g["queries"][batch.start : batch.stop], requires_grad=True)
     label_UD = torch.tensor(g["label_pool"][order][part.owns(ids)], requires_grad=True)
-    total = rae_loss(query_BD, label_UD, batch, drawn, pool, 1 / float(g["tau"])) / len(
-        batch.query_ids
-    )
+    num_queries = len(batch.query_ids)
+    pairs = rae_pairs(batch, drawn, pool)
+    total = rae_loss(query_BD, label_UD, pairs, num_queries, 1 / float(g["tau"])) / num_queries
     total.backward()
     assert query_BD.grad is not None
     assert label_UD.grad is not None
@@ -78,10 +78,12 @@ def test_queries_as_negatives_can_be_switched_off() -> None:
     vectors = torch.eye(3, dtype=torch.float64)
     pool = LabelPool.everything(LabelPartition(2, 1, 0))
     query_BD, label_UD = vectors[:2], vectors[[1, 2]]
-    with_queries, without = (
-        float(rae_loss(query_BD, label_UD, batch_of(positives), positives, pool, 2.0, on))
-        for on in (True, False)
-    )
+    batch = batch_of(positives)
+    losses = []
+    for query_negatives in (True, False):
+        pairs = rae_pairs(batch, positives, pool, query_negatives)
+        losses.append(float(rae_loss(query_BD, label_UD, pairs, 2, 2.0, query_negatives)))
+    with_queries, without = losses
     # query 0: all three scores are 0; query 1: its label scores 0, label 0 scores 2, query 0 scores 0
     e = np.exp
     assert without == pytest.approx(np.log(1 + 1) + np.log(1 + e(2)))

@@ -26,7 +26,7 @@ from xmcray.errors import ConfigError
 from xmcray.losses.bce import sampled_bce
 from xmcray.losses.pairs import pair_scores
 from xmcray.methods.base import MethodContext, MethodEntry
-from xmcray.methods.one_vs_all import OneVsAll, OneVsAllConfig
+from xmcray.methods.one_vs_all import ExactInputs, OneVsAll, OneVsAllConfig
 from xmcray.negatives.sampler import Candidates, capped_positives, gather_candidates
 from xmcray.parallel.collectives import gather_rows
 from xmcray.types import Batch, Ragged, Shortlist, StepOutput
@@ -56,6 +56,19 @@ class AstraConfig(OneVsAllConfig):
             check_range("method.importance_weight", self.importance_weight, low=0)
 
 
+@dataclass(frozen=True, slots=True)
+class SampledInputs:
+    """What the sampled loss needs of a batch, on the host.
+
+    Attributes:
+        keep_BD: Dropout mask of this rank's queries; None without dropout.
+        candidates: Labels of this rank that the batch is scored against.
+    """
+
+    keep_BD: Tensor | None
+    candidates: Candidates
+
+
 class Astra(OneVsAll):
     """Implements `methods.base.Method`."""
 
@@ -78,14 +91,21 @@ class Astra(OneVsAll):
                 num_negatives = negatives.hard + uniform * self._pool_weight()
             self.logit_prior = self.prior(num_negatives)
 
+    def prepare(self, batch: Batch, shortlist: Shortlist | None) -> SampledInputs | ExactInputs:
+        """Dropout mask, and candidates (Eq. 2) or the pairs among all labels (Eq. 1)."""
+        if self.config.exact:
+            return self.exact_inputs(batch)
+        return SampledInputs(self.keep_mask(batch), self._candidates(batch, shortlist))
+
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
         """Binary cross-entropy of the batch over sampled labels (Eq. 2) or over all (Eq. 1)."""
+        inputs: SampledInputs | ExactInputs = self.inputs(batch, shortlist)
         query_BD = self.context.encode(batch.tokens)
-        query_GD = gather_rows(self.drop(query_BD, batch), len(batch.query_ids))
-        if self.config.exact:
-            total = self.exact_loss(query_GD, batch)
+        query_GD = gather_rows(self.drop(query_BD, inputs.keep_BD), len(batch.query_ids))
+        if isinstance(inputs, ExactInputs):
+            total = self.exact_loss(query_GD, inputs)
         else:
-            total = self._sampled_loss(query_GD, batch, shortlist)
+            total = self._sampled_loss(query_GD, inputs.candidates.to(self.context.device))
         return StepOutput(total, len(query_GD), query_BD.detach())
 
     def index_rows(self) -> Tensor:
@@ -94,8 +114,7 @@ class Astra(OneVsAll):
             return self.answer_rows()
         return self.context.label_vectors()
 
-    def _sampled_loss(self, query_GD: Tensor, batch: Batch, shortlist: Shortlist | None) -> Tensor:
-        candidates = self._candidates(batch, shortlist)
+    def _sampled_loss(self, query_GD: Tensor, candidates: Candidates) -> Tensor:
         row_UD = self.classifier.rows(candidates.row_ids)
         pair_score_P = pair_scores(query_GD, row_UD, candidates.pair_query, candidates.pair_row)
         pool_score_GC = query_GD @ row_UD.index_select(0, candidates.pool_rows).T
@@ -132,8 +151,7 @@ class Astra(OneVsAll):
             context.data.num_labels,
             negatives.uniform_at(batch.epoch),
         )
-        candidates = gather_candidates(batch, hard, pool, positives, weight_G, context.partition)
-        return candidates.to(context.device)
+        return gather_candidates(batch, hard, pool, positives, weight_G, context.partition)
 
     def _pool_weight(self) -> float:
         weight = self.config.importance_weight

@@ -76,17 +76,22 @@ class MethodContext:
         label_ids = np.arange(self.partition.start, self.partition.stop)
         return self.encode_without_graph(self.label_tokens(label_ids))
 
-    def encode_with_labels(self, batch: Batch, label_ids: Int64Array) -> tuple[Tensor, Tensor]:
+    def encode_with_labels(
+        self, batch: Batch, label_ids: Int64Array, label_tokens: Ragged | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Encodes this rank's queries and some label texts in one call.
 
         Args:
             batch: Its `tokens` are encoded first.
             label_ids: int64 [U], global label ids.
+            label_tokens: Their token ids, if they were read ahead.
 
         Returns:
             Vectors of the queries [B, D] and of the label texts [U, D], with a graph.
         """
-        tokens = Ragged.concatenate([batch.tokens, self.label_tokens(label_ids)])
+        if label_tokens is None:
+            label_tokens = self.label_tokens(label_ids)
+        tokens = Ragged.concatenate([batch.tokens, label_tokens])
         sizes = [len(batch.tokens), len(label_ids)]
         query_BD, label_UD = self.encode(tokens).split(sizes)
         return query_BD, label_UD
@@ -105,28 +110,19 @@ class MethodContext:
         A position has the same mask on whichever rank it lies.
 
         Returns:
-            bool [stop - start, width], or None if `rate` is 0.
+            bool [stop - start, width] on the host, or None if `rate` is 0.
         """
         if not rate:
             return None
         mask = draws.keep_mask(self.seed, purpose, step, start, stop, width, rate)
-        (keep_BD,) = to_device([torch.from_numpy(mask)], self.device)
-        return keep_BD
+        return torch.from_numpy(mask)
 
-    def keep_factors(
-        self,
-        purpose: str,
-        step: int,
-        start: int,
-        stop: int,
-        width: int,
-        rate: float,
-    ) -> Tensor | None:
-        """`keep_mask` as factors: 0 for what is dropped, 1 / (1 - rate) for what is kept."""
-        keep = self.keep_mask(purpose, step, start, stop, width, rate)
-        if keep is None:
+    def keep_factors(self, mask: Tensor | None, rate: float) -> Tensor | None:
+        """A mask of `keep_mask` as factors: 0 for what is dropped, 1 / (1 - rate) for what is kept."""
+        if mask is None:
             return None
-        return keep.to(self.dtype) / (1 - rate)
+        (keep_BD,) = to_device([mask], self.device)
+        return keep_BD.to(self.dtype) / (1 - rate)
 
     def draw_positives(self, batch: Batch, count: int) -> Ragged:
         """At most `count` positives of each of the G queries, drawn uniformly.
@@ -194,6 +190,18 @@ class Method(ABC):
         Called once before the first step. Not called after a restore, because the checkpoint
         holds what it computed.
         """
+
+    def prepare(self, batch: Batch, shortlist: Shortlist | None) -> Any:
+        """What `loss` needs of a batch on the host: draws, columns, pairs, tokens of label texts.
+
+        It follows from the arguments and the data alone, and uses neither parameters nor the device.
+        The loop calls it in a background thread for the batches of the next steps.
+        """
+        return None
+
+    def inputs(self, batch: Batch, shortlist: Shortlist | None) -> Any:
+        """What `prepare` returned ahead of the step, or returns now."""
+        return self.prepare(batch, shortlist) if batch.inputs is None else batch.inputs
 
     @abstractmethod
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:

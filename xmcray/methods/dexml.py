@@ -29,6 +29,7 @@ from torch import Tensor
 from xmcray.config import check_choices, check_ranges
 from xmcray.errors import ConfigError
 from xmcray.losses.bce import full_bce
+from xmcray.losses.pairs import Pairs
 from xmcray.losses.softmax import decoupled_softmax, soft_top_k, softmax
 from xmcray.methods.base import MethodContext, MethodEntry, dual_encoder_defaults
 from xmcray.methods.dual_encoder import DualEncoder
@@ -90,6 +91,43 @@ class DexmlConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredPool:
+    """The labels of a pool as columns of the loss, on the host.
+
+    Attributes:
+        pool: The labels.
+        positives: Drawn positives.
+        skipped: Pairs that are neither positive nor negative; with the decoupled loss, all that are
+            no negatives.
+        keep_UD: Dropout mask of this rank's labels; None without dropout.
+    """
+
+    pool: LabelPool
+    positives: Pairs
+    skipped: Pairs
+    keep_UD: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DexmlInputs:
+    """What the loss needs of a batch, on the host.
+
+    Attributes:
+        positives: Drawn positives of all queries.
+        pool: Labels that are scored; with a cache, those to which mined ones are added.
+        label_tokens: Token ids of this rank's labels of the pool.
+        scored: Pairs of the pool and dropout of its labels; None with a cache.
+        keep_BD: Dropout mask of this rank's queries; None without dropout.
+    """
+
+    positives: Ragged
+    pool: LabelPool
+    label_tokens: Ragged
+    scored: ScoredPool | None
+    keep_BD: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class CacheOutput(StepOutput):
     """Output of a step with the cache, with the vectors that refresh it.
 
@@ -123,16 +161,26 @@ class Dexml(DualEncoder):
         if self.cache is not None:
             self.cache.vector_SD.copy_(self.answer_rows())
 
-    def loss(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
-        """The loss of the batch over all columns (Eq. 3, 5 or 6)."""
+    def prepare(self, batch: Batch, shortlist: Shortlist | None) -> DexmlInputs:
+        """Draws positives, and collects columns and pairs, as far as they do not have to be mined."""
         positives = batch.positives
         if self.config.num_positives:
             positives = self.context.draw_positives(batch, self.config.num_positives)
-        if self.cache is not None:
-            return self._loss_with_cache(batch, positives, self.cache)
         pool = self._pool(batch, positives, shortlist)
-        query_BD, label_UD = self.context.encode_with_labels(batch, pool.own)
-        total = self._dropped_total(query_BD, label_UD, batch, positives, pool)
+        scored = None if self.cache is not None else self._scored(batch, positives, pool)
+        keep_BD = self._keep_mask("queries", batch.step, batch.start, batch.stop)
+        return DexmlInputs(positives, pool, self.context.label_tokens(pool.own), scored, keep_BD)
+
+    def loss(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
+        """The loss of the batch over all columns (Eq. 3, 5 or 6)."""
+        inputs: DexmlInputs = self.inputs(batch, shortlist)
+        if self.cache is not None:
+            return self._loss_with_cache(batch, inputs, self.cache)
+        assert inputs.scored is not None
+        query_BD, label_UD = self.context.encode_with_labels(
+            batch, inputs.pool.own, inputs.label_tokens
+        )
+        total = self._dropped_total(query_BD, label_UD, batch, inputs.keep_BD, inputs.scored)
         return StepOutput(total, len(batch.query_ids), self.head(query_BD.detach()))
 
     def after_step(self, batch: Batch, output: StepOutput) -> None:
@@ -150,7 +198,7 @@ class Dexml(DualEncoder):
     def _loss_with_cache(
         self,
         batch: Batch,
-        positives: Ragged,
+        inputs: DexmlInputs,
         cache: EmbeddingCache,
     ) -> CacheOutput:
         """Loss over the positives and the labels whose cached vectors have the largest gradients.
@@ -159,8 +207,11 @@ class Dexml(DualEncoder):
         App. C.3).
         """
         context = self.context
-        batch_pool = LabelPool.of(context.partition, positives)
-        query_BD, positive_UD = context.encode_with_labels(batch, batch_pool.own)
+        positives = inputs.positives
+        batch_pool = inputs.pool
+        query_BD, positive_UD = context.encode_with_labels(
+            batch, batch_pool.own, inputs.label_tokens
+        )
         hardest = self._mine(query_BD, positive_UD, batch, positives, batch_pool, cache)
 
         pool = LabelPool.of(context.partition, positives, Ragged.from_rows([hardest]))
@@ -172,7 +223,8 @@ class Dexml(DualEncoder):
         (order_U,) = to_device([order], context.device)
         label_UD = torch.cat([positive_UD, hard_UD]).index_select(0, order_U)
 
-        total = self._dropped_total(query_BD, label_UD, batch, positives, pool)
+        scored = self._scored(batch, positives, pool)
+        total = self._dropped_total(query_BD, label_UD, batch, inputs.keep_BD, scored)
         return CacheOutput(
             total,
             len(batch.query_ids),
@@ -207,7 +259,8 @@ class Dexml(DualEncoder):
         label_SD = cache.refreshed(batch_pool.own, self.head(positive_UD.detach()))
         label_SD.requires_grad_()
         all_labels = LabelPool.everything(self.context.partition)
-        total = self._total(query_GD, label_SD, batch, positives, all_labels)
+        scored = self._scored(batch, positives, all_labels, with_dropout=False)
+        total = self._total(query_GD, label_SD, batch, scored)
         (gradient_SD,) = torch.autograd.grad(total, label_SD)
         return cache.hardest(gradient_SD, batch_pool.ids, self.config.cache_hard)
 
@@ -216,8 +269,8 @@ class Dexml(DualEncoder):
         query_BD: Tensor,
         label_UD: Tensor,
         batch: Batch,
-        positives: Ragged,
-        pool: LabelPool,
+        keep_BD: Tensor | None,
+        scored: ScoredPool,
     ) -> Tensor:
         """This rank's sum of the configured loss, with dropout on the embeddings.
 
@@ -225,46 +278,63 @@ class Dexml(DualEncoder):
             query_BD: The encoder's vectors of this rank's queries.
             label_UD: The encoder's vectors of this rank's labels of the pool.
             batch: Global batch.
-            positives: Drawn positives of all queries.
-            pool: Labels that are scored.
+            keep_BD: Dropout mask of the queries; None without dropout.
+            scored: Labels that are scored.
         """
-        query_BD = self.head(self._dropped(query_BD, "queries", batch.step, batch.start))
-        column_UD = self.head(self._dropped(label_UD, "labels", batch.step, pool.first))
+        query_BD = self.head(self._dropped(query_BD, keep_BD))
+        column_UD = self.head(self._dropped(label_UD, scored.keep_UD))
         query_GD = gather_rows(query_BD, len(batch.query_ids))
-        return self._total(query_GD, column_UD, batch, positives, pool)
+        return self._total(query_GD, column_UD, batch, scored)
 
-    def _dropped(self, vector_BD: Tensor, purpose: str, step: int, first: int) -> Tensor:
-        """Vectors with dropout by their position in the global batch or in the pool.
-
-        (App. B.2)
-        """
-        num_rows, width = vector_BD.shape
-        keep_BD = self.context.keep_factors(
-            f"dropout {purpose}",
-            step,
-            first,
-            first + num_rows,
-            width,
-            self.config.dropout,
+    def _keep_mask(self, purpose: str, step: int, start: int, stop: int) -> Tensor | None:
+        """Dropout mask by position in the global batch or in the pool (App. B.2)."""
+        return self.context.keep_mask(
+            f"dropout {purpose}", step, start, stop, self.context.dim, self.config.dropout
         )
+
+    def _dropped(self, vector_BD: Tensor, mask: Tensor | None) -> Tensor:
+        """Vectors with the dropout of a mask."""
+        keep_BD = self.context.keep_factors(mask, self.config.dropout)
         return vector_BD if keep_BD is None else vector_BD * keep_BD
 
     def _pool(self, batch: Batch, positives: Ragged, shortlist: Shortlist | None) -> LabelPool:
         partition = self.context.partition
         if self.config.columns == "all":
             return LabelPool.everything(partition)
-        if self.config.columns == "in_batch":
+        # A cache adds mined labels to these.
+        if self.config.columns in ("in_batch", "cache"):
             return LabelPool.of(partition, positives)
         hard = self.context.draw_hard_negatives(batch, shortlist, self.config.hard_per_query)
         return LabelPool.of(partition, positives, hard)
+
+    def _scored(
+        self, batch: Batch, positives: Ragged, pool: LabelPool, *, with_dropout: bool = True
+    ) -> ScoredPool:
+        """The pairs of a pool, and the dropout of its labels.
+
+        Args:
+            batch: Global batch.
+            positives: Drawn positives of all queries.
+            pool: Labels that are scored.
+            with_dropout: Whether the labels have dropout.
+        """
+        if self.config.loss == "decoupled":
+            skipped = pool.pairs(batch.positives, batch.excluded)
+        else:
+            # Positives that were not drawn are neither positive nor negative.
+            skipped = pool.pairs(batch.positives, batch.excluded, without=positives)
+        keep_UD = None
+        if with_dropout:
+            stop = pool.first + pool.num_columns
+            keep_UD = self._keep_mask("labels", batch.step, pool.first, stop)
+        return ScoredPool(pool, pool.positives(positives, batch), skipped, keep_UD)
 
     def _total(
         self,
         query_GD: Tensor,
         column_UD: Tensor,
         batch: Batch,
-        positives: Ragged,
-        pool: LabelPool,
+        scored: ScoredPool,
     ) -> Tensor:
         """This rank's sum of the configured loss over its columns.
 
@@ -272,21 +342,18 @@ class Dexml(DualEncoder):
             query_GD: Vectors of all queries.
             column_UD: Vectors of this rank's labels of the pool.
             batch: Global batch.
-            positives: Drawn positives of all queries.
-            pool: Labels that are scored.
+            scored: Labels that are scored.
         """
         scale = 1 / self.config.temperature
-        drawn = pool.positives(positives, batch)
+        drawn = scored.positives
+        skipped = scored.skipped
         if self.config.loss == "decoupled":
-            not_negatives = pool.pairs(batch.positives, batch.excluded)
-            return decoupled_softmax(query_GD, column_UD, drawn, not_negatives, scale)
-        # Positives that were not drawn are neither positive nor negative.
-        skipped = pool.pairs(batch.positives, batch.excluded, without=positives)
+            return decoupled_softmax(query_GD, column_UD, drawn, skipped, scale)
         if self.config.loss == "softmax":
             return softmax(query_GD, column_UD, drawn, skipped, scale)
         if self.config.loss == "bce":
             return full_bce(query_GD * scale, column_UD, drawn, skipped)
-        k = self._top_k(batch, pool)
+        k = self._top_k(batch, scored.pool)
         return soft_top_k(
             query_GD,
             column_UD,
@@ -295,7 +362,7 @@ class Dexml(DualEncoder):
             k,
             self.config.alpha,
             scale,
-            widest=pool.most_columns,
+            widest=scored.pool.most_columns,
         )
 
     def _top_k(self, batch: Batch, pool: LabelPool) -> float:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from xmcray.methods.base import Method, MethodContext
 from xmcray.nn.heads import Head
-from xmcray.types import Batch, Int64Array
+from xmcray.types import Batch, Int64Array, Ragged
 
 
 class DualEncoder(Method):
@@ -23,9 +23,11 @@ class DualEncoder(Method):
         super().__init__(head)
         self.context = context
 
-    def encode(self, batch: Batch, label_ids: Int64Array) -> tuple[Tensor, Tensor]:
+    def encode(
+        self, batch: Batch, label_ids: Int64Array, label_tokens: Ragged | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Vectors of this rank's queries [B, D] and of label texts [U, D], with a graph."""
-        query_BD, label_UD = self.context.encode_with_labels(batch, label_ids)
+        query_BD, label_UD = self.context.encode_with_labels(batch, label_ids, label_tokens)
         return self.head(query_BD), self.head(label_UD)
 
     def answer_rows(self) -> Tensor:

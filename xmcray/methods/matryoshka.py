@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +86,10 @@ class Matryoshka(Method):
     def start(self) -> None:
         """As the method does, with whole vectors."""
         self.method.start()
+
+    def prepare(self, batch: Batch, shortlist: Shortlist | None) -> Any:
+        """As the method does, for all prefixes alike."""
+        return self.method.prepare(batch, shortlist)
 
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
         """The mean of the method's losses; what else is in the output belongs to whole vectors."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from xmcray import draws
 from xmcray.config import check_choices, check_ranges
 from xmcray.losses.bce import full_bce
+from xmcray.losses.pairs import Pairs
 from xmcray.methods.base import BundleSpec, Method, MethodContext
 from xmcray.methods.initialisation import label_centroids
 from xmcray.methods.label_pool import LabelPool
@@ -18,6 +19,7 @@ from xmcray.nn.classifier import classifier_rows
 from xmcray.nn.heads import Head
 from xmcray.nn.label_side import LabelSide
 from xmcray.nn.row_table import RowOptimConfig
+from xmcray.parallel.transfers import to_device
 from xmcray.permutations import random_sample
 from xmcray.types import Batch
 
@@ -59,6 +61,21 @@ class OneVsAllConfig:
             init_std=0,
             chunk_labels=1,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ExactInputs:
+    """What the exact loss needs of a batch, on the host.
+
+    Attributes:
+        keep_BD: Dropout mask of this rank's queries; None without dropout.
+        positives: Positives of all queries among this rank's labels.
+        skipped: Pairs of a query and its own label.
+    """
+
+    keep_BD: Tensor | None
+    positives: Pairs
+    skipped: Pairs
 
 
 class OneVsAll(Method):
@@ -103,29 +120,40 @@ class OneVsAll(Method):
         self.classifier.flush()
         return self.classifier.weight_SD
 
-    def drop(self, query_BD: Tensor, batch: Batch) -> Tensor:
+    def keep_mask(self, batch: Batch) -> Tensor | None:
         """Dropout by position in the global batch: a query has the same mask on every rank."""
-        width = query_BD.shape[1]
-        keep = self.context.keep_mask(
+        return self.context.keep_mask(
             "dropout",
             batch.step,
             batch.start,
             batch.stop,
-            width,
+            self.context.dim,
             self.dropout,
         )
-        if keep is None:
-            return query_BD
-        return query_BD * keep / (1 - self.dropout)
 
-    def exact_loss(self, query_GD: Tensor, batch: Batch) -> Tensor:
-        """This rank's sum of the binary cross-entropy over its labels, in label chunks (Renée)."""
+    def drop(self, query_BD: Tensor, mask: Tensor | None) -> Tensor:
+        """Vectors with the dropout of a mask of `keep_mask`."""
+        if mask is None:
+            return query_BD
+        (keep_BD,) = to_device([mask], query_BD.device)
+        return query_BD * keep_BD / (1 - self.dropout)
+
+    def exact_inputs(self, batch: Batch) -> ExactInputs:
+        """What `exact_loss` needs of a batch."""
         pool = LabelPool.everything(self.context.partition)
+        return ExactInputs(
+            self.keep_mask(batch),
+            pool.positives(batch.positives, batch),
+            pool.pairs(batch.excluded),
+        )
+
+    def exact_loss(self, query_GD: Tensor, inputs: ExactInputs) -> Tensor:
+        """This rank's sum of the binary cross-entropy over its labels, in label chunks (Renée)."""
         return full_bce(
             query_GD,
             self.classifier.rows(None),
-            pool.positives(batch.positives, batch),
-            pool.pairs(batch.excluded),
+            inputs.positives,
+            inputs.skipped,
             self.chunk_labels,
             self.logit_prior,
         )

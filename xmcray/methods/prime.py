@@ -154,6 +154,31 @@ class _AnchorPairs:
     positives: Pairs
     not_negatives: Pairs
 
+    def to(self, device: torch.device) -> _AnchorPairs:
+        """The same pairs on another device."""
+        return _AnchorPairs(self.positives.to(device), self.not_negatives.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class PrimeInputs:
+    """What the loss needs of a batch, on the host.
+
+    Attributes:
+        label_ids: int64 [U], this rank's labels of the pool.
+        label_tokens: Their token ids.
+        keep_UD: Dropout mask of their prototypes; None without dropout.
+        query_pairs: Queries of this rank with the labels of all ranks.
+        label_pairs: Labels of this rank with the queries of all ranks.
+        num_label_anchors: Labels with a drawn positive, of all ranks.
+    """
+
+    label_ids: Int64Array
+    label_tokens: Ragged
+    keep_UD: Tensor | None
+    query_pairs: _AnchorPairs
+    label_pairs: _AnchorPairs
+    num_label_anchors: int
+
 
 class Prime(Method):
     """Implements `methods.base.Method`."""
@@ -196,18 +221,32 @@ class Prime(Method):
         self.cluster_S.copy_(self._clusters())
         self.centroid_SD.copy_(label_centroids(self.context, self.head))
 
+    def prepare(self, batch: Batch, shortlist: Shortlist | None) -> PrimeInputs:
+        """Draws positives and hard negatives, and collects columns and pairs."""
+        drawn = self._draw_positives(batch)
+        hard = self.context.draw_hard_negatives(batch, shortlist, self.config.hard_per_query)
+        pool = LabelPool.of(self.context.partition, drawn, hard)
+        return PrimeInputs(
+            label_ids=pool.own,
+            label_tokens=self.context.label_tokens(pool.own),
+            keep_UD=self._keep_mask(batch, pool),
+            query_pairs=self._query_pairs(batch, drawn, pool),
+            label_pairs=self._label_pairs(batch, drawn, pool),
+            num_label_anchors=len(np.unique(drawn.values)),
+        )
+
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
         """l(h_q, z_l) + l(h_q, h_l) + l(h_l, h_q) + lambda R over the global batch."""
         config = self.config
-        drawn = self._draw_positives(batch)
-        hard = self.context.draw_hard_negatives(batch, shortlist, config.hard_per_query)
-        pool = LabelPool.of(self.context.partition, drawn, hard)
-
-        query_BD, text_UD = self.context.encode_with_labels(batch, pool.own)
+        device = self.context.device
+        inputs: PrimeInputs = self.inputs(batch, shortlist)
+        query_BD, text_UD = self.context.encode_with_labels(
+            batch, inputs.label_ids, inputs.label_tokens
+        )
         query_BD = self.head(query_BD)
         text_UD = self.head(text_UD)
-        keep_U = self._keep_factors(batch, pool)
-        prototype_UD = self._prototypes(text_UD, pool.own, keep_U)
+        keep_UD = self.context.keep_factors(inputs.keep_UD, config.dropout)
+        prototype_UD = self._prototypes(text_UD, inputs.label_ids, keep_UD)
         query_GD = gather_rows(query_BD, len(batch.query_ids))
         # Texts and prototypes travel side by side, in one exchange.
         label_P2D = gather_parts(torch.cat([text_UD, prototype_UD], dim=1))
@@ -216,20 +255,19 @@ class Prime(Method):
         # Queries of this rank as anchors, against the labels of all ranks.
         to_prototypes_BP = query_BD @ prototype_PD.T
         to_texts_BP = query_BD @ text_PD.T
-        query_pairs = self._query_pairs(batch, drawn, pool)
+        query_pairs = inputs.query_pairs.to(device)
         query_loss = self._triplet(to_prototypes_BP, query_pairs)
         text_loss = self._triplet(to_texts_BP, query_pairs)
         query_loss = query_loss + config.query_to_text * text_loss
 
         # Labels of this rank as anchors, against the queries of all ranks.
-        label_pairs = self._label_pairs(batch, drawn, pool)
+        label_pairs = inputs.label_pairs.to(device)
         label_loss = self._triplet(text_UD @ query_GD.T, label_pairs)
 
         # Each term is a mean over anchors of its own (queries, labels with a drawn positive, terms
         # of R that are not 0), so their sum has no common divisor left for the step.
-        num_label_anchors = len(np.unique(drawn.values))
         total = query_loss / len(query_GD)
-        total = total + config.text_to_query * (label_loss / num_label_anchors)
+        total = total + config.text_to_query * (label_loss / inputs.num_label_anchors)
         total = total + config.regulariser * regulariser(
             to_prototypes_BP,
             to_texts_BP,
@@ -301,23 +339,21 @@ class Prime(Method):
 
     def _query_pairs(self, batch: Batch, drawn: Ragged, pool: LabelPool) -> _AnchorPairs:
         """Queries of this rank with the labels of all ranks."""
-        device = self.context.device
-        # Texts and prototypes were gathered, so here every label of the pool is a column.
+        # Texts and prototypes are gathered, so here every label of the pool is a column.
         all_columns = LabelPool(pool.partition, pool.ids, own=pool.ids)
         drawn_own = drawn.slice(batch.start, batch.stop)
         positives_own = batch.positives.slice(batch.start, batch.stop)
         excluded_own = batch.excluded.slice(batch.start, batch.stop)
         return _AnchorPairs(
-            all_columns.positives(drawn_own, batch, first=batch.start).to(device),
-            all_columns.pairs(positives_own, excluded_own).to(device),
+            all_columns.positives(drawn_own, batch, first=batch.start),
+            all_columns.pairs(positives_own, excluded_own),
         )
 
     def _label_pairs(self, batch: Batch, drawn: Ragged, pool: LabelPool) -> _AnchorPairs:
         """Labels of this rank with the queries of all ranks."""
-        device = self.context.device
         return _AnchorPairs(
-            pool.positives(drawn, batch).swapped().to(device),
-            pool.pairs(batch.positives, batch.excluded).swapped().to(device),
+            pool.positives(drawn, batch).swapped(),
+            pool.pairs(batch.positives, batch.excluded).swapped(),
         )
 
     def _prototypes(self, text_UD: Tensor, label_ids: Int64Array, keep: Tensor | None) -> Tensor:
@@ -335,9 +371,9 @@ class Prime(Method):
         )
         return prototype_UD
 
-    def _keep_factors(self, batch: Batch, pool: LabelPool) -> Tensor | None:
-        """Dropout factors of this rank's labels by their position in the whole pool."""
-        return self.context.keep_factors(
+    def _keep_mask(self, batch: Batch, pool: LabelPool) -> Tensor | None:
+        """Dropout mask of this rank's labels by their position in the whole pool."""
+        return self.context.keep_mask(
             "prototypes",
             batch.step,
             pool.first,

@@ -62,6 +62,34 @@ class RaeConfig:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RaePairs:
+    """Pairs of a query of the global batch and a column of this rank (Eq. 10).
+
+    Attributes:
+        positives: Drawn positives.
+        not_negatives: All positives, excluded labels, and queries that share a positive.
+    """
+
+    positives: Pairs
+    not_negatives: Pairs
+
+
+@dataclass(frozen=True, slots=True)
+class RaeInputs:
+    """What the loss needs of a batch, on the host.
+
+    Attributes:
+        pool: Labels that are scored.
+        label_tokens: Token ids of this rank's labels of the pool.
+        pairs: Of queries and columns.
+    """
+
+    pool: LabelPool
+    label_tokens: Ragged
+    pairs: RaePairs
+
+
 class Rae(DualEncoder):
     """Implements `methods.base.Method`."""
 
@@ -69,30 +97,54 @@ class Rae(DualEncoder):
         super().__init__("rae", context, NormalisedHead(context.dim))
         self.config = config
 
-    def loss(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
-        """One drawn positive per query against labels and queries of the global batch (Eq. 10)."""
+    def prepare(self, batch: Batch, shortlist: Shortlist | None) -> RaeInputs:
+        """Draws one positive per query, and collects columns and pairs."""
         drawn = self.context.draw_positives(batch, 1)
         hard = self.context.draw_hard_negatives(batch, shortlist, self.config.hard_per_query)
         pool = LabelPool.of(self.context.partition, drawn, hard)
-        query_BD, label_UD = self.encode(batch, pool.own)
+        pairs = rae_pairs(batch, drawn, pool, self.config.query_negatives)
+        return RaeInputs(pool, self.context.label_tokens(pool.own), pairs)
+
+    def loss(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
+        """One drawn positive per query against labels and queries of the global batch (Eq. 10)."""
+        inputs: RaeInputs = self.inputs(batch, shortlist)
+        query_BD, label_UD = self.encode(batch, inputs.pool.own, inputs.label_tokens)
         total = rae_loss(
             query_BD,
             label_UD,
-            batch,
-            drawn,
-            pool,
+            inputs.pairs,
+            num_queries=len(batch.query_ids),
             scale=1 / self.config.temperature,
             query_negatives=self.config.query_negatives,
         )
         return StepOutput(total, len(batch.query_ids), query_BD.detach())
 
 
+def rae_pairs(
+    batch: Batch, drawn: Ragged, pool: LabelPool, query_negatives: bool = True
+) -> RaePairs:
+    """The pairs of a batch for `rae_loss`.
+
+    Args:
+        batch: Global batch.
+        drawn: Positives that are learned, of all G queries.
+        pool: Labels that are scored.
+        query_negatives: Other queries are negatives too.
+    """
+    positives = pool.positives(drawn, batch)
+    not_negatives = pool.pairs(batch.positives, batch.excluded)
+    if query_negatives:
+        shared = sharing_queries(batch.positives, batch.start, batch.stop)
+        sharing_pairs = Pairs(shared.rows, shared.columns + pool.num_columns)
+        not_negatives = Pairs.union(not_negatives, sharing_pairs)
+    return RaePairs(positives, not_negatives)
+
+
 def rae_loss(
     query_BD: Tensor,
     label_UD: Tensor,
-    batch: Batch,
-    drawn: Ragged,
-    pool: LabelPool,
+    pairs: RaePairs,
+    num_queries: int,
     scale: float,
     query_negatives: bool = True,
 ) -> Tensor:
@@ -101,24 +153,18 @@ def rae_loss(
     Args:
         query_BD: Vectors of this rank's queries.
         label_UD: Vectors of this rank's labels of the pool.
-        batch: Global batch.
-        drawn: Positives that are learned, of all G queries.
-        pool: Labels that are scored.
+        pairs: Of `rae_pairs`.
+        num_queries: G, queries of the global batch.
         scale: 1 / tau.
         query_negatives: Other queries are negatives too.
     """
-    query_GD = gather_rows(query_BD, len(batch.query_ids))
-    positives = pool.positives(drawn, batch)
-    not_negatives = pool.pairs(batch.positives, batch.excluded)
-    if not query_negatives:
-        return decoupled_softmax(query_GD, label_UD, positives, not_negatives, scale)
-    # Each rank adds its own queries as columns behind its labels. As columns they belong to this
-    # rank, so the gradient of the columns needs no exchange.
-    column_UD = torch.cat([label_UD, query_BD])
-    shared = sharing_queries(batch.positives, batch.start, batch.stop)
-    sharing_pairs = Pairs(shared.rows, shared.columns + len(label_UD))
-    not_negatives = Pairs.union(not_negatives, sharing_pairs)
-    return decoupled_softmax(query_GD, column_UD, positives, not_negatives, scale)
+    query_GD = gather_rows(query_BD, num_queries)
+    column_UD = label_UD
+    if query_negatives:
+        # Each rank adds its own queries as columns behind its labels. As columns they belong to
+        # this rank, so the gradient of the columns needs no exchange.
+        column_UD = torch.cat([label_UD, query_BD])
+    return decoupled_softmax(query_GD, column_UD, pairs.positives, pairs.not_negatives, scale)
 
 
 def sharing_queries(positives: Ragged, start: int, stop: int) -> Pairs:

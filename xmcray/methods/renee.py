@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xmcray.methods.base import MethodContext, MethodEntry
-from xmcray.methods.one_vs_all import OneVsAll, OneVsAllConfig
+from xmcray.methods.one_vs_all import ExactInputs, OneVsAll, OneVsAllConfig
 from xmcray.parallel.collectives import gather_rows
 from xmcray.types import Batch, Shortlist, StepOutput
 
@@ -34,11 +34,16 @@ class Renee(OneVsAll):
         if config.logit_prior == "prior":
             self.logit_prior = self.prior(context.data.num_labels)
 
+    def prepare(self, batch: Batch, shortlist: Shortlist | None) -> ExactInputs:
+        """Dropout mask and pairs."""
+        return self.exact_inputs(batch)
+
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
         """Binary cross-entropy of the batch over all labels."""
+        inputs: ExactInputs = self.inputs(batch, shortlist)
         query_BD = self.context.encode(batch.tokens)
-        query_GD = gather_rows(self.drop(query_BD, batch), len(batch.query_ids))
-        return StepOutput(self.exact_loss(query_GD, batch), len(query_GD), query_BD.detach())
+        query_GD = gather_rows(self.drop(query_BD, inputs.keep_BD), len(batch.query_ids))
+        return StepOutput(self.exact_loss(query_GD, inputs), len(query_GD), query_BD.detach())
 
 
 ENTRY = MethodEntry(

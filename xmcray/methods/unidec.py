@@ -42,7 +42,7 @@ from xmcray.nn.label_side import LabelSide
 from xmcray.nn.row_table import RowOptimConfig
 from xmcray.parallel.collectives import gather_rows
 from xmcray.parallel.transfers import to_device
-from xmcray.types import Batch, Shortlist, StepOutput
+from xmcray.types import Batch, Int64Array, Ragged, Shortlist, StepOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +138,31 @@ class _Pools:
     rows: LabelPool
 
 
+@dataclass(frozen=True, slots=True)
+class UnidecInputs:
+    """What the loss needs of a batch, on the host.
+
+    Attributes:
+        encoded_ids: Labels of this rank whose texts are encoded.
+        label_tokens: Their token ids.
+        texts: Positives among the labels that the dual encoder scores; None if it is not trained.
+        rows: Positives among the labels that the classifier scores; None if it is not trained.
+        local_ids: int64, rows of the classifier that are scored.
+        keep_text: Dropout mask of this rank's queries in the head that meets texts.
+        keep_row: The same in the head that meets rows.
+        keep_label: The same of the labels' texts.
+    """
+
+    encoded_ids: Int64Array
+    label_tokens: Ragged
+    texts: Picked | None
+    rows: Picked | None
+    local_ids: Tensor
+    keep_text: Tensor | None
+    keep_row: Tensor | None
+    keep_label: Tensor | None
+
+
 class Unidec(Method):
     """Implements `methods.base.Method`."""
 
@@ -176,35 +201,48 @@ class Unidec(Method):
         scale = self.config.init_std * math.sqrt(self.heads.head_dim)
         self.tables["classifier"].weight_SD.copy_(text_SE * scale)
 
+    def prepare(self, batch: Batch, shortlist: Shortlist | None) -> UnidecInputs:
+        """Draws positives and hard negatives, and collects columns and pairs."""
+        config = self.config
+        pools = self._pools(batch, shortlist)
+        has_texts = config.balance > 0
+        encoded_ids = pools.texts.own if has_texts else pools.texts.own[:0]
+        first = pools.texts.first
+        local_ids = self.context.partition.to_local(pools.rows.own)
+        return UnidecInputs(
+            encoded_ids=encoded_ids,
+            label_tokens=self.context.label_tokens(encoded_ids),
+            texts=self._picked(batch, pools.texts) if has_texts else None,
+            rows=self._picked(batch, pools.rows) if config.balance < 1 else None,
+            local_ids=torch.from_numpy(local_ids),
+            keep_text=self._keep_mask("text", batch, batch.start, batch.stop),
+            keep_row=self._keep_mask("classifier", batch, batch.start, batch.stop),
+            keep_label=self._keep_mask("labels", batch, first, first + len(encoded_ids)),
+        )
+
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
         """lambda L_D + (1 - lambda) L_C of the batch."""
         config = self.config
-        pools = self._pools(batch, shortlist)
-        encoded_ids = pools.texts.own if config.balance > 0 else pools.texts.own[:0]
-        query_BD, label_UD = self.context.encode_with_labels(batch, encoded_ids)
-
-        own_queries = batch.start, batch.stop
-        text_BE = self.heads.text(query_BD, self._keep_factors("text", batch, *own_queries))
-        row_BE = self.heads.classifier(
-            query_BD, self._keep_factors("classifier", batch, *own_queries)
+        inputs: UnidecInputs = self.inputs(batch, shortlist)
+        query_BD, label_UD = self.context.encode_with_labels(
+            batch, inputs.encoded_ids, inputs.label_tokens
         )
+        text_BE = self.heads.text(query_BD, self._keep_factors(inputs.keep_text))
+        row_BE = self.heads.classifier(query_BD, self._keep_factors(inputs.keep_row))
         # Both vectors of a query travel side by side, in one exchange.
         query_B2E = torch.cat([text_BE, row_BE], dim=1)
         query_G2E = gather_rows(query_B2E, len(batch.query_ids))
         text_GE, row_GE = query_G2E.split(self.heads.head_dim, dim=1)
 
         total = query_BD.new_zeros(())
-        if config.balance > 0:
-            first = pools.texts.first
-            keep_UE = self._keep_factors("labels", batch, first, first + len(encoded_ids))
-            label_UE = self.heads.text(label_UD, keep_UE)
-            text_loss = self._psl(text_GE, label_UE, batch, pools.texts, config.balance_encoder)
+        if inputs.texts is not None:
+            label_UE = self.heads.text(label_UD, self._keep_factors(inputs.keep_label))
+            text_loss = self._psl(text_GE, label_UE, inputs.texts, config.balance_encoder)
             total = total + config.balance * text_loss
-        if config.balance < 1:
-            local_ids = self.context.partition.to_local(pools.rows.own)
-            (local_U,) = to_device([torch.from_numpy(local_ids)], self.context.device)
+        if inputs.rows is not None:
+            (local_U,) = to_device([inputs.local_ids], self.context.device)
             row_UE = self.tables["classifier"].rows(local_U)
-            row_loss = self._psl(row_GE, row_UE, batch, pools.rows, config.balance_classifier)
+            row_loss = self._psl(row_GE, row_UE, inputs.rows, config.balance_classifier)
             total = total + (1 - config.balance) * row_loss
         return StepOutput(total, len(batch.query_ids), text_BE.detach())
 
@@ -224,9 +262,13 @@ class Unidec(Method):
             columns.append(F.normalize(table.weight_SD, dim=-1))
         return torch.cat(columns, dim=1)
 
-    def _keep_factors(self, purpose: str, batch: Batch, start: int, stop: int) -> Tensor | None:
-        """Dropout factors of positions start .. stop - 1 of the batch's queries, or of its pool."""
-        return self.context.keep_factors(
+    def _keep_factors(self, mask: Tensor | None) -> Tensor | None:
+        """A dropout mask as factors on the device."""
+        return self.context.keep_factors(mask, self.config.dropout)
+
+    def _keep_mask(self, purpose: str, batch: Batch, start: int, stop: int) -> Tensor | None:
+        """Dropout mask of positions start .. stop - 1 of the batch's queries, or of its pool."""
+        return self.context.keep_mask(
             f"dropout {purpose}",
             batch.step,
             start,
@@ -251,22 +293,18 @@ class Unidec(Method):
         more_drawn = self.context.draw_positives(batch, count)
         return _Pools(text_pool, LabelPool.of(partition, more_drawn, hard))
 
-    def _psl(
-        self,
-        query_GE: Tensor,
-        column_UE: Tensor,
-        batch: Batch,
-        pool: LabelPool,
-        balance: float,
-    ) -> Tensor:
+    def _picked(self, batch: Batch, pool: LabelPool) -> Picked:
+        """The true labels of the batch's queries in a pool."""
         # Labels of the pool that no query of the batch has are negatives only, and no anchors.
         is_positive = np.isin(pool.ids, batch.positives.values)
-        picked = Picked(
+        return Picked(
             positives=pool.positives(batch.positives, batch),
             skipped=pool.pairs(batch.excluded),
             count_G=torch.from_numpy(pool.count(batch.positives)),
             num_labels=int(is_positive.sum()),
         )
+
+    def _psl(self, query_GE: Tensor, column_UE: Tensor, picked: Picked, balance: float) -> Tensor:
         return pick_some_labels(
             query_GE,
             column_UE,

@@ -186,6 +186,7 @@ class Loop:
         )
         self.batches = BatchPrefetcher(
             setup.sampler,
+            setup.method.prepare,
             collectives.rank(),
             collectives.num_ranks(),
             self.last_step,
@@ -242,7 +243,7 @@ class Loop:
 
     def _step(self, step: int, window: _Window) -> None:
         shortlist = self.feed.before_step(step)
-        batch = self.batches.batch(step, self.feed.clusters)
+        batch = self.batches.batch(step, self.feed.clusters, shortlist)
         output = self.setup.stepper.step(batch, shortlist)
         self.feed.after_step(batch, output.query_vectors)
         window.add(len(batch.query_ids), output)

@@ -149,10 +149,11 @@ def test_the_prior_is_the_log_odds_among_the_labels_that_count(
 def test_dropout_keeps_the_expected_vector(corpus: Corpus) -> None:
     setup, method = made(corpus, "method.dropout=0.75")
     batch = setup.sampler.batch(0, 0, 1)
-    dropped = method.drop(torch.ones(len(batch.query_ids), 6, dtype=torch.float64), batch)
+    ones_GD = torch.ones(len(batch.query_ids), 6, dtype=torch.float64)
+    dropped = method.drop(ones_GD, method.keep_mask(batch))
     assert set(dropped.unique().tolist()) == {0.0, 4.0}
     later = setup.sampler.batch(1, 0, 1)
-    assert not torch.equal(dropped, method.drop(torch.ones_like(dropped), later))
+    assert not torch.equal(dropped, method.drop(ones_GD, method.keep_mask(later)))
 
 
 def test_rows_that_start_from_texts_have_the_wanted_deviation(corpus: Corpus) -> None:

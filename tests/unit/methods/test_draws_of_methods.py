@@ -71,10 +71,10 @@ def test_hard_negatives_are_drawn_anew_in_each_step(context: MethodContext, batc
 
 
 def test_factors_of_dropout_keep_the_expected_value(context: MethodContext) -> None:
-    factors = context.keep_factors("test", 0, 0, 50, 6, 0.75)
+    factors = context.keep_factors(context.keep_mask("test", 0, 0, 50, 6, 0.75), 0.75)
     assert factors is not None
     assert set(factors.unique().tolist()) == {0.0, 4.0}
-    assert context.keep_factors("test", 0, 0, 50, 6, 0.0) is None
+    assert context.keep_mask("test", 0, 0, 50, 6, 0.0) is None
 
 
 def test_texts_of_labels_are_not_those_of_queries(context: MethodContext) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from pathlib import Path
 
@@ -82,6 +83,21 @@ def test_a_loss_changes_nothing_and_a_step_does(corpus: Corpus, case: str) -> No
         # A cluster stays; centroids and cached vectors move.
         assert (after[name] != before[name]) == (name != "clusters"), name
     assert after != before
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_inputs_that_were_made_ahead_give_the_same_loss(corpus: Corpus, case: str) -> None:
+    setup = built(corpus, case)
+    setup.method.start()
+    batch = setup.sampler.batch(0, 0, 1)
+    inputs = setup.method.prepare(batch, None)
+    assert inputs is not None
+    before = hashes(setup)
+    ahead = setup.method.loss(dataclasses.replace(batch, inputs=inputs), None)
+    assert torch.equal(ahead.total, setup.method.loss(batch, None).total)
+    # Preparing moves no state, so it may run during another step.
+    setup.method.prepare(setup.sampler.batch(1, 0, 1), None)
+    assert hashes(setup) == before
 
 
 @pytest.mark.parametrize("case", CASES)

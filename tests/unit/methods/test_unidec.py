@@ -130,12 +130,14 @@ def test_dropout_is_drawn_for_positions_of_the_batch(corpus: Corpus) -> None:
     setup = made(corpus, "method.dropout=0.5")
     batch = batch_of(setup)
     assert isinstance(setup.method, Unidec)
-    whole, part = (setup.method._keep_factors("text", batch, start, 20) for start in (0, 13))
+    whole, part = (setup.method._keep_mask("text", batch, start, 20) for start in (0, 13))
     assert whole is not None
     assert part is not None
     assert torch.equal(whole[13:], part)
-    assert set(whole.unique().tolist()) == {0.0, 2.0}
-    other = setup.method._keep_factors("labels", batch, 0, 20)
+    factors = setup.method.context.keep_factors(whole, 0.5)
+    assert factors is not None
+    assert set(factors.unique().tolist()) == {0.0, 2.0}
+    other = setup.method._keep_mask("labels", batch, 0, 20)
     assert other is not None
     assert not torch.equal(whole, other)
 
