@@ -140,6 +140,12 @@ class Ragged:
         offsets = self.offsets[start : stop + 1]
         return Ragged(self.values[first:last], offsets - first)
 
+    def where(self, kept_T: BoolArray) -> Ragged:
+        """All rows, with only the values that are kept; a row may become empty."""
+        # A row now begins after as many values as were kept before its old start.
+        num_kept_before = offsets_of(kept_T)
+        return Ragged(self.values[kept_T], num_kept_before[self.offsets])
+
     def chunks(self, size: int) -> Iterator[Ragged]:
         """The rows, `size` at a time."""
         for span in spans(len(self), size):

@@ -19,7 +19,7 @@ from xmcray.data.shards import Array, pack
 from xmcray.data.text_keys import NO_KEYS, Keys, keys_by_name, text_keys
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import DataError
-from xmcray.types import BoolArray, Int64Array, Ragged, offsets_of
+from xmcray.types import BoolArray, Int64Array, Ragged
 
 MAX_PENDING = 500_000  # rejected rows of one chunk, which are in memory with their reasons
 SAMPLE_CHARACTERS = 2_000  # of one text, when the vocabulary is trained
@@ -151,7 +151,8 @@ def read_chunks(
     if split == "labels":
         rows = _without_holes(rows, rejects, first_shard * shard_rows)
     if len(leaks):
-        rows = _without_leaks(rows, set(leaks.tolist()), str(source.path / split), rejects)
+        file = str(source.path / split)
+        rows = _without_leaks(rows, set(leaks.tolist()), file, rejects)
     raw_vectors = source.side_vectors(split)
     num_kept = 0
     for shard in itertools.count(first_shard):
@@ -159,7 +160,8 @@ def read_chunks(
         block = list(itertools.islice(rows, shard_rows))
         vectors = None
         if raw_vectors is not None:
-            vectors = raw_vectors.take(np.array([row.row for row in block], np.int64))
+            file_rows = np.array([row.row for row in block], np.int64)
+            vectors = raw_vectors.take(file_rows)
         num_kept += len(block)
         if len(block) < shard_rows and raw_vectors is not None:
             # Rejected labels are among the kept rows.
@@ -304,14 +306,13 @@ def pack_chunk(
         pairs = _filter_pairs(chunk.rows, filters)
         raw_positives = _raw_positives(chunk.rows)
         keep = _not_filtered(raw_positives, pairs, num_labels)
-        kept_per_row = np.bincount(raw_positives.row_ids[keep], minlength=len(raw_positives))
-        positives = Ragged(raw_positives.values[keep], offsets_of(kept_per_row))
+        positives = raw_positives.where(keep)
         shard.label_ids = positives.values
         # Places within the chunk become rows of the split.
         shard.filters = pairs + np.array([chunk.shard * shard_rows, 0])
         had_none = raw_positives.lengths == 0
         shard.odd[f"{chunk.split}: no positives"] = int(had_none.sum())
-        all_filtered = ~had_none & (kept_per_row == 0)
+        all_filtered = ~had_none & (positives.lengths == 0)
         shard.odd[f"{chunk.split}: all positives filtered"] = int(all_filtered.sum())
         table = _with_relevance(table, chunk.rows, raw_positives, keep, positives)
     if texts:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import DataError, readable
 from xmcray.storage.artifact import open_artifact
 from xmcray.storage.remote import is_url
-from xmcray.types import Float32Array, Int64Array, Ragged, are_ids, offsets_of, spans
+from xmcray.types import Float32Array, Int64Array, Ragged, are_ids, spans
 
 KIND = "corpus"
 REMOVED = "removed_labels.npy"
@@ -221,9 +222,7 @@ class Corpus:
         """Lists of source ids without the labels that were removed."""
         if not len(self.removed_labels):
             return labels
-        kept = ~np.isin(labels.values, self.removed_labels)
-        lengths = np.bincount(labels.row_ids[kept], minlength=len(labels))
-        return Ragged(labels.values[kept], offsets_of(lengths))
+        return labels.where(~np.isin(labels.values, self.removed_labels))
 
     def label_tokens(self, source_ids: Int64Array) -> Ragged:
         """Token ids of label texts."""
@@ -317,7 +316,7 @@ class Split:
         num_positives = self.num_positives()
         values: list[Float32Array] = []
         is_graded = False
-        num_shards = -(-self._num_rows // self._shard_rows)
+        num_shards = math.ceil(self._num_rows / self._shard_rows)
         for shard in range(num_shards):
             first = shard * self._shard_rows
             count = int(num_positives[first : first + self._shard_rows].sum())
@@ -372,11 +371,12 @@ class Split:
             return np.empty(0, np.int64), Ragged.empty(1)
         with _readable(path):
             rows, labels = read_array(path, np.int64, ndim=2).T
-            is_sorted = np.all(np.diff(rows) >= 0)
             # Sorted rows are not negative if the first one is not.
-            if not is_sorted or np.any(rows[:1] < 0) or not are_ids(labels, self._num_labels):
+            are_rows = np.all(np.diff(rows) >= 0) and not np.any(rows[:1] < 0)
+            if not are_rows or not are_ids(labels, self._num_labels):
                 raise ValueError("expected pairs of a row and a label, sorted")
         filtered_U, first_pair_U = np.unique(rows, return_index=True)
+        # Two ends: that of the last row, and that of the row of none after it.
         offsets = np.append(first_pair_U, [len(rows), len(rows)])
         return filtered_U, Ragged(labels, offsets)
 

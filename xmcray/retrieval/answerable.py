@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from xmcray.types import Int64Array, Ragged, find_sorted, offsets_of
+from xmcray.types import Int64Array, Ragged, find_sorted
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +43,11 @@ class AnswerableRows:
             return AnswerableRows(ids, self.hidden)
         places = self.hidden.values - start
         is_inside = (places >= 0) & (places < stop - start)
-        return AnswerableRows(ids, _kept(self.hidden, places, is_inside))
+        hidden_places = Ragged(places, self.hidden.offsets)
+        return AnswerableRows(ids, hidden_places.where(is_inside))
 
     def selected(self, rows: Int64Array) -> AnswerableRows:
         """Only some rows, counted by their places in `rows` (ascending positions)."""
         places, is_inside = find_sorted(rows, self.hidden.values)
-        return AnswerableRows(self.ids[rows], _kept(self.hidden, places, is_inside))
-
-
-def _kept(rows: Ragged, values: Int64Array, kept: npt.NDArray[np.bool_]) -> Ragged:
-    """The kept ones among `values`, which take the places of the values of `rows`."""
-    # The number of kept values before each position, read at the old row boundaries, is the
-    # position of the new boundaries.
-    kept_before = offsets_of(kept)
-    return Ragged(values[kept], kept_before[rows.offsets])
+        hidden_places = Ragged(places, self.hidden.offsets)
+        return AnswerableRows(self.ids[rows], hidden_places.where(is_inside))

@@ -17,7 +17,7 @@ from xmcray.errors import BundleError, ConfigError
 from xmcray.evaluation.evaluate import SEARCH_K, ComparisonRow, Evaluation, compare, evaluate
 from xmcray.evaluation.metrics import MAIN_METRICS
 from xmcray.retrieval.retriever import Retriever
-from xmcray.types import Int64Array, Ragged, TopLabels, offsets_of
+from xmcray.types import Int64Array, Ragged, TopLabels
 
 SPLIT = "test"  # no run is trained on it
 LAST = 5_000  # queries
@@ -129,9 +129,9 @@ def measure_newest(
     num_queries = min(last, len(queries))
     first = len(queries) - num_queries
     source_ids = _source_ids(retriever, corpus)
-    known = np.flatnonzero(source_ids >= 0)
+    shared_ids = np.flatnonzero(source_ids >= 0)
     bundle_ids = np.full(corpus.card.num_labels, -1, np.int64)
-    bundle_ids[source_ids[known]] = known
+    bundle_ids[source_ids[shared_ids]] = shared_ids
     width = min(SEARCH_K, corpus.card.num_labels)
     num_answers = min(width, retriever.num_labels)
 
@@ -188,8 +188,7 @@ def _source_ids(retriever: Retriever, corpus: Corpus) -> Int64Array:
 def _renamed(labels: Ragged, new_ids: Int64Array) -> Ragged:
     """Lists of labels with other ids, ascending; labels without one are left out."""
     values = new_ids[labels.values]
-    kept = values >= 0
-    rows = labels.row_ids[kept]
-    values = values[kept]
-    order = np.lexsort((values, rows))
-    return Ragged(values[order], offsets_of(np.bincount(rows, minlength=len(labels))))
+    renamed = Ragged(values, labels.offsets).where(values >= 0)
+    # The last key of lexsort counts most: by row, then by id.
+    order = np.lexsort((renamed.values, renamed.row_ids))
+    return Ragged(renamed.values[order], renamed.offsets)

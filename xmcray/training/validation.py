@@ -52,11 +52,8 @@ def validate(
 
 def _own_labels(lists: Ragged, partition: LabelPartition) -> Ragged:
     """Each list without the labels of other ranks, as local ids."""
-    is_own = partition.owns(lists.values)
-    own_ids = partition.to_local(lists.values[is_own])
-    # A list now begins after as many values as there are own labels before its old start.
-    num_own_before = np.concatenate([[0], np.cumsum(is_own)])
-    return Ragged(own_ids, num_own_before[lists.offsets])
+    own_lists = lists.where(partition.owns(lists.values))
+    return Ragged(partition.to_local(own_lists.values), own_lists.offsets)
 
 
 def _best_of_all_ranks(own_best: TopLabels) -> TopLabels:
