@@ -8,6 +8,7 @@ whose stream can be entered at any position.
 from __future__ import annotations
 
 import hashlib
+import math
 
 import numpy as np
 
@@ -65,7 +66,7 @@ def keep_mask(
     Returns:
         bool [stop - start, width], True for what is kept.
     """
-    blocks_per_row = -(-width // _LANES_PER_BLOCK)
+    blocks_per_row = math.ceil(width / _LANES_PER_BLOCK)
     stream = _philox(seed, purpose, step)
     stream.advance(start * blocks_per_row)
     num_rows = stop - start

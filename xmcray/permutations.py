@@ -77,6 +77,7 @@ class KeyedPermutation:
     def __init__(self, generator: np.random.Generator, size: int) -> None:
         self._size = np.uint64(size)
         left_base = math.isqrt(size - 1) + 1
+        # The product of both bases is at least the size: this is size / left_base, rounded up.
         right_base = -(-size // left_base)
         self._left_base = np.uint64(left_base)
         self._right_base = np.uint64(right_base)

@@ -7,6 +7,7 @@ Methods without this augmentation see N ids.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -99,9 +100,10 @@ class TrainingData:
         empty_rows = self.corpus.split("train").rows_without_positives
         # The split is drawn over all rows, so it does not depend on which have positives.
         first = min(self.config.validation_from, self.num_train)
-        num_held_out = round(self.config.validation * (self.num_train - first))
+        num_rows = self.num_train - first
+        num_held_out = round(self.config.validation * num_rows)
         generator = draws.generator(self.config.seed, "validation")
-        held_out = first + np.sort(random_sample(generator, self.num_train - first, num_held_out))
+        held_out = first + np.sort(random_sample(generator, num_rows, num_held_out))
         left_out = np.union1d(empty_rows, held_out)
         if len(left_out) == self.num_train:
             raise DataError(
@@ -263,7 +265,7 @@ class BatchSampler:
     @property
     def steps_per_epoch(self) -> int:
         """ceil(queries / batch_size)."""
-        return -(-len(self.data.query_ids) // self.batch_size)
+        return math.ceil(len(self.data.query_ids) / self.batch_size)
 
     def query_ids(self, step: int, clusters: QueryClusters | None = None) -> Int64Array:
         """Global query ids of a step.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import math
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -111,8 +112,8 @@ class ShardedRows:
     def take(self, rows: Int64Array) -> Ragged:
         """The chosen rows in the chosen order.
 
-        Index arithmetic is done once for all rows. A batch of random rows meets nearly every shard,
-        so the loops over shards hold nothing but the reads.
+        A batch of random rows meets nearly every shard. So index arithmetic is done once for all
+        rows, and the loops over shards only read.
         """
         ids = np.asarray(rows, np.int64)
         order = np.argsort(ids, kind="stable")
@@ -126,11 +127,13 @@ class ShardedRows:
             stops[piece.span] = shard.offsets[piece.local_rows + 1]
             num_values[piece.span] = len(shard.values)
         lengths = stops - starts
-        # Here and not when a file is opened, which would read all of it.
-        if np.any(starts < 0) or np.any(lengths < 0) or np.any(stops > num_values):
+        # Offsets are checked here: a check when a file is opened would read all of it.
+        is_damaged = np.any(starts < 0) or np.any(lengths < 0) or np.any(stops > num_values)
+        if is_damaged:
             raise self._damaged("offsets that are not those of its rows")
         offsets = offsets_of(lengths)
-        # Place of every value within its shard: the row's start there plus the place in the row.
+        # Place of every value within its shard. `offsets` says where rows start in the result, so
+        # the shift of a row from the result to its shard is the difference of both starts.
         shifts = np.repeat(starts - offsets[:-1], lengths)
         places = np.arange(offsets[-1]) + shifts
         values = np.empty(len(places), np.int64)
@@ -145,15 +148,20 @@ class ShardedRows:
         inverse = np.argsort(order)
         return Ragged(values, offsets).take(inverse)
 
+    @property
+    def _num_shards(self) -> int:
+        return math.ceil(self._num_rows / self._shard_rows)
+
     def check_num_rows(self) -> None:
         """Opens the last file.
 
         Raises:
             DataError: the files have another number of rows than `num_rows`.
         """
-        num_shards = -(-self._num_rows // self._shard_rows)
+        num_shards = self._num_shards
         if num_shards:
             self._shard(num_shards - 1)
+        # A file after the last one holds rows that the card does not count.
         if Path(f"{self._stem(num_shards)}s.npy").exists():
             raise self._damaged(f"more than the {self._num_rows:,} rows that its card says")
 
@@ -161,16 +169,18 @@ class ShardedRows:
         """int64 [rows], length of every row."""
         lengths = np.empty(self._num_rows, np.int64)
         for start, offsets in self._offset_blocks():
-            lengths[start : start + len(offsets) - 1] = self._lengths_of(offsets)
+            stop = start + len(offsets) - 1
+            lengths[start:stop] = self._lengths_of(offsets)
         return lengths
 
     def empty_rows(self) -> Int64Array:
         """int64, rows without a value, ascending; needs no array of all rows."""
         empty_rows = [np.empty(0, np.int64)]
         for start, offsets in self._offset_blocks():
-            # One pass over the offsets of the many blocks that have no such row.
+            # Most blocks have no such row, and one pass over their offsets shows it.
             if not np.all(offsets[:-1] < offsets[1:]):
-                empty_rows.append(start + np.flatnonzero(self._lengths_of(offsets) == 0))
+                is_empty = self._lengths_of(offsets) == 0
+                empty_rows.append(start + np.flatnonzero(is_empty))
         return np.concatenate(empty_rows)
 
     def _offset_blocks(self) -> Iterator[tuple[int, Int64Array]]:
@@ -178,12 +188,13 @@ class ShardedRows:
 
         They are read instead of mapped: a mapping expects to be read here and there.
         """
-        num_shards = -(-self._num_rows // self._shard_rows)
-        for shard in range(num_shards):
-            num_rows = len(self._shard(shard))  # and the ends of its offsets are right
+        for shard in range(self._num_shards):
+            # Opening the shard also checks the first and the last of its offsets.
+            num_rows = len(self._shard(shard))
             path = Path(f"{self._stem(shard)}_offsets.npy")
             first_byte = array_header(path, (np.int64,)).start
             for start in range(0, num_rows, _ROWS_AT_ONCE):
+                # One more offset than rows: the end of the last row.
                 count = min(_ROWS_AT_ONCE, num_rows - start) + 1
                 place = first_byte + start * np.dtype(np.int64).itemsize
                 offsets = np.fromfile(path, np.int64, count, offset=place)

@@ -5,6 +5,7 @@ A column is a label row, the vector of a label's text, or the vector of another 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -84,11 +85,12 @@ class Pairs:
             num_rows: Rows of all blocks.
             device: Of the results.
         """
-        num_blocks = -(-num_rows // size)
+        num_blocks = math.ceil(num_rows / size)
         block_P = self.rows // size
         # A stable sort keeps the order of the pairs within a block, and so the order of sums.
         sorted_P, order_P = torch.sort(block_P, stable=True)
-        ends = torch.searchsorted(sorted_P, torch.arange(num_blocks), right=True).tolist()
+        block_numbers = torch.arange(num_blocks)
+        ends = torch.searchsorted(sorted_P, block_numbers, right=True).tolist()
         # The first row of block b is b * size.
         row_in_block_P = self.rows[order_P] - sorted_P * size
         weights = None if self.weights is None else self.weights[order_P]
@@ -96,8 +98,9 @@ class Pairs:
         blocks = []
         start = 0
         for end in ends:
-            weights = None if pairs.weights is None else pairs.weights[start:end]
-            blocks.append(Pairs(pairs.rows[start:end], pairs.columns[start:end], weights))
+            span = slice(start, end)
+            weights = None if pairs.weights is None else pairs.weights[span]
+            blocks.append(Pairs(pairs.rows[span], pairs.columns[span], weights))
             start = end
         return blocks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -152,7 +153,7 @@ class _AllLabels(LabelPool):
     @property
     def most_columns(self) -> int:
         # Shares differ by at most one label.
-        return -(-self.partition.num_labels // self.partition.num_ranks)
+        return math.ceil(self.partition.num_labels / self.partition.num_ranks)
 
     @property
     def first(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -47,7 +49,7 @@ def _fill_normal(weight_SD: Tensor, start: int, std: float, seed: int) -> None:
     rows, dim = weight_SD.shape
     stop = start + rows
     first_block = start // _INIT_BLOCK
-    last_block = -(-stop // _INIT_BLOCK)
+    last_block = math.ceil(stop / _INIT_BLOCK)
     for block in range(first_block, last_block):
         generator = draws.generator(seed, "classifier", block)
         values = generator.standard_normal((_INIT_BLOCK, dim), dtype=np.float32)

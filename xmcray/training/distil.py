@@ -12,6 +12,7 @@ Letters of axes, in addition to those in types.py: N texts, K best labels of the
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,8 @@ class Distillation:
 
     def num_texts(self, corpus: Corpus) -> int:
         """Texts of all epochs, at most."""
-        return self.epochs * min(self.texts, corpus.card.num_train + corpus.card.num_labels)
+        num_all = corpus.card.num_train + corpus.card.num_labels
+        return self.epochs * min(self.texts, num_all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +311,7 @@ def _train(
     progress: Callable[[int], None] | None,
 ) -> None:
     head = teacher.query_encoder.head.requires_grad_(False)
-    steps_per_epoch = -(-len(lessons.ids) // config.batch_size)
+    steps_per_epoch = math.ceil(len(lessons.ids) / config.batch_size)
     num_steps = config.epochs * steps_per_epoch
     settings = OptimConfig(lr=config.lr, warmup_steps=int(WARMUP * num_steps))
     tables = [f"encoder.{name}" for name in encoder.sparse_parameters()]

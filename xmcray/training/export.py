@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -241,7 +242,7 @@ def sample_rows(num_train: int, seed: int) -> Int64Array:
 
 
 def _num_blocks(num_labels: int) -> int:
-    return -(-num_labels // _ROWS)
+    return math.ceil(num_labels / _ROWS)
 
 
 def _trained(run: Run, last: Checkpoint, data: TrainingData, partition: LabelPartition) -> Setup:

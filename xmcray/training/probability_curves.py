@@ -13,6 +13,7 @@ one segment, G points of a prior, F features, N blocks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,8 +73,10 @@ def fit_calibration(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> C
         BundleError: no query has an answer, as with weights that are no numbers.
     """
     # Evenly spaced, because queries may be sorted by time.
-    rows = rows[:: -(-len(rows) // MAX_QUERIES)]
-    sample = answers_to(without_voters(retriever, corpus, rows), corpus, rows)
+    step = math.ceil(len(rows) / MAX_QUERIES)
+    rows = rows[::step]
+    fair_retriever = without_voters(retriever, corpus, rows)
+    sample = answers_to(fair_retriever, corpus, rows)
     if not len(sample.label_A):
         raise BundleError(
             f"none of {len(rows)} queries held out of training gets an answer, expected some;"
@@ -117,12 +120,11 @@ def answers_to(
                 place_A=np.nonzero(is_answer_BK)[1],
             )
         )
-    return Sample(
-        np.concatenate([chunk.feature_AF for chunk in chunks]),
-        np.concatenate([chunk.relevant_A for chunk in chunks]),
-        np.concatenate([chunk.label_A for chunk in chunks]),
-        np.concatenate([chunk.place_A for chunk in chunks]),
-    )
+    feature_AF = np.concatenate([chunk.feature_AF for chunk in chunks])
+    relevant_A = np.concatenate([chunk.relevant_A for chunk in chunks])
+    label_A = np.concatenate([chunk.label_A for chunk in chunks])
+    place_A = np.concatenate([chunk.place_A for chunk in chunks])
+    return Sample(feature_AF, relevant_A, label_A, place_A)
 
 
 def _segments(train_counts: Int64Array) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -141,7 +143,9 @@ def fit_curves(sample: Sample, segment_A: Int64Array, num_queries: int) -> Curve
         num_queries: of the sample.
     """
     weights = _logistic(sample.feature_AF, sample.relevant_A)
+    # The first weight is the intercept.
     evidence_A = weights[0] + (sample.feature_AF * weights[1:]).sum(axis=1)
+    # The points of a prior are denser where there is more evidence.
     grid_G = np.quantile(evidence_A, np.linspace(0.0, 1.0, GRID))
     common = _curve(evidence_A, sample.relevant_A, grid_G, expit(grid_G))
     seen: dict[str, Curve] = {}
@@ -160,13 +164,15 @@ def fit_curves(sample: Sample, segment_A: Int64Array, num_queries: int) -> Curve
         probability_A[members] = curve.at(evidence_A[members])
     best = probability_A[sample.place_A == 0]
     counts, _ = np.histogram(best, BINS, (0.0, 1.0))
+    # The share of each bin; without any answer all are 0.
+    share_of_bin = counts / max(len(best), 1)
     return Curves(
         intercept=float(weights[0]),
         score=float(weights[1]),
         best=float(weights[2]),
         tenth=float(weights[3]),
         by_segment=by_segment,
-        best_answers=tuple((counts / max(len(best), 1)).tolist()),
+        best_answers=tuple(share_of_bin.tolist()),
         queries=num_queries,
     )
 
@@ -187,11 +193,13 @@ def _logistic(feature_AF: Float64Array, relevant_A: BoolArray) -> Float64Array:
     def loss(weights: Float64Array) -> tuple[float, Float64Array]:
         evidence_A = weights[0] + standard_AF @ weights[1:]
         margin_A = sign_A * evidence_A
-        value = np.logaddexp(0, -margin_A).mean() + _RIDGE * (weights**2).sum()
+        # log(1 + exp(-margin)), without an overflow of exp.
+        mean_loss = np.logaddexp(0, -margin_A).mean()
+        penalty = _RIDGE * (weights**2).sum()
         # The derivative of the mean by each evidence.
         slope_A = -sign_A * expit(-margin_A) / len(margin_A)
         gradient = np.concatenate([[slope_A.sum()], slope_A @ standard_AF])
-        return float(value), gradient + 2 * _RIDGE * weights
+        return float(mean_loss + penalty), gradient + 2 * _RIDGE * weights
 
     num_weights = 1 + standard_AF.shape[1]
     lowest = np.full(num_weights, -np.inf)
@@ -223,12 +231,14 @@ def _curve(
     target = np.concatenate([prior_G, relevant_M])
     weight = np.ones(len(evidence))
     weight[: len(grid_G)] = PRIOR / len(grid_G)
-    # Equal evidence with falling targets: regression then makes one block of it.
+    # By rising evidence. Targets of equal evidence fall, so that regression makes one block of them.
     order = np.lexsort((-target, evidence))
     fitted = isotonic_regression(target[order], weights=weight[order]).x
     value_N, block = np.unique(fitted, return_inverse=True)
+    # A block's centre is the weighted mean of its evidence.
     weight_N = np.bincount(block, weight[order])
-    centre_N = np.bincount(block, weight[order] * evidence[order]) / weight_N
+    weighted_sum_N = np.bincount(block, weight[order] * evidence[order])
+    centre_N = weighted_sum_N / weight_N
     # Rounding may give two blocks the same centre.
     rises = np.diff(centre_N, prepend=-np.inf) > 0
     probability_N = value_N[rises].clip(0.0, 1.0)

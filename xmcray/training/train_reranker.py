@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,7 +147,8 @@ def _train(
 ) -> None:
     model = encoder.model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=0.01)
-    num_steps = config.epochs * -(-len(rows) // config.batch_size)
+    steps_per_epoch = math.ceil(len(rows) / config.batch_size)
+    num_steps = config.epochs * steps_per_epoch
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, config.lr, total_steps=num_steps + 1, pct_start=0.1
     )
