@@ -22,14 +22,13 @@ import pyarrow.parquet as pq
 
 from xmcray.config import unknown
 from xmcray.errors import ConfigError
-from xmcray.types import Int64Array
+from xmcray.types import BoolArray, Int64Array
 
 FILE = "attributes.parquet"
 MAX_NAMES = 128  # names in a bundle, because each costs every label some bytes
 MAX_NAME = 100  # characters
 
 Scalar = str | bool | int | float
-BoolArray = npt.NDArray[np.bool_]
 
 # What a type is called in messages, and the columns that hold it in memory.
 _TYPES = {
@@ -170,12 +169,13 @@ class LabelAttributes:
             raise ConfigError(
                 f"labels would have {len(names)} different attributes, expected at most {MAX_NAMES}"
             )
-        # Each label keeps its old value, gets one of the new ones, which are appended to the old
-        # ones, or has none (-1).
-        source = np.full(num_labels, -1)
-        source[: self.num_labels] = np.arange(self.num_labels)
-        source[list(rows)] = self.num_labels + np.arange(len(rows))
-        places = pa.array(source, mask=source < 0)
+        # New values are appended to the old ones of each column. Here is the place of each label's
+        # value there: of its old one, of its new one, or -1 if it has none.
+        place_L = np.full(num_labels, -1)
+        place_L[: self.num_labels] = np.arange(self.num_labels)
+        place_L[list(rows)] = self.num_labels + np.arange(len(rows))
+        # A masked place takes null.
+        places = pa.array(place_L, mask=place_L < 0)
         columns = {}
         for name in names:
             old = self._columns.get(name)
@@ -185,7 +185,8 @@ class LabelAttributes:
                 old = pa.nulls(self.num_labels, kind)
             # Large integers are no floats, but they are refused already.
             old = old.cast(kind, safe=False)
-            columns[name] = pa.concat_arrays([old, pa.array(new, kind)]).take(places)
+            old_and_new = pa.concat_arrays([old, pa.array(new, kind)])
+            columns[name] = old_and_new.take(places)
         return LabelAttributes(num_labels, columns)
 
 
@@ -236,20 +237,21 @@ def _common_kind(name: str, column: pa.Array | None, new: Sequence[Scalar | None
         ConfigError: there is none.
     """
     kind = None if column is None else _KINDS[column.type]
-    given = [value for value in new if value is not None]
-    for value in given:
-        given_kind = _kind(value)
+    new_values = [value for value in new if value is not None]
+    for value in new_values:
+        new_kind = _kind(value)
         if kind is None:
-            kind = given_kind
-        elif {kind, given_kind} == set(_NUMBERS):
+            kind = new_kind
+        elif {kind, new_kind} == set(_NUMBERS):
             kind = "float64"
-        elif kind != given_kind:
+        elif kind != new_kind:
             raise ConfigError(
                 f"attribute {name!r} of other labels is of type {kind}, found {value!r}: give it one type"
             )
     assert kind is not None
     if kind == "float64":
-        integers = [value for value in given if isinstance(value, int)]
+        # All integers of the attribute now have to be floats too.
+        integers = [value for value in new_values if isinstance(value, int)]
         if column is not None and column.type == pa.int64():
             integers += column.drop_null().to_pylist()
         for value in integers:
@@ -271,8 +273,8 @@ def _kind(value: Scalar) -> str:
 
 def _is_one_of(name: str, column: pa.Array, condition: Any) -> BoolArray:
     """bool [L], the labels whose value is the wanted one, or one of several."""
-    several = isinstance(condition, list | tuple | set | frozenset)
-    wanted = list(condition) if several else [condition]
+    is_list = isinstance(condition, list | tuple | set | frozenset)
+    wanted = list(condition) if is_list else [condition]
     kind = _KINDS[column.type]
     kinds = _NUMBERS if kind in _NUMBERS else (kind,)
     for value in wanted:
@@ -289,10 +291,13 @@ def _is_one_of(name: str, column: pa.Array, condition: Any) -> BoolArray:
     if kind == "bool":
         is_wanted = pc.is_in(column, value_set=pa.array(wanted, column.type))
     else:
-        # Compare each distinct string once, then look the labels' numbers up.
+        # Each distinct string is compared once. The index of a label's string then finds the result.
         strings = pa.array(wanted, pa.large_string())
-        is_wanted = pc.is_in(column.dictionary, value_set=strings).take(column.indices)
-    return np.asarray(is_wanted.fill_null(False).to_numpy(zero_copy_only=False), bool)
+        is_wanted_string = pc.is_in(column.dictionary, value_set=strings)
+        is_wanted = is_wanted_string.take(column.indices)
+    # A label that lacks the attribute is null, and matches no value.
+    mask = is_wanted.fill_null(False).to_numpy(zero_copy_only=False)
+    return np.asarray(mask, bool)
 
 
 def _within(name: str, column: pa.Array, bounds: Bounds) -> BoolArray:
@@ -309,7 +314,9 @@ def _within(name: str, column: pa.Array, bounds: Bounds) -> BoolArray:
         limit = getattr(bounds, bound)
         if limit is None:
             continue
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or limit != limit:
+        # Only NaN differs from itself.
+        is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        if not is_number or limit != limit:
             raise ConfigError(
                 f"bound {bound!r} of attribute {name!r} is {limit!r}, expected a number"
             )

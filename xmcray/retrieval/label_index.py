@@ -13,16 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from xmcray.retrieval.bundle import LABEL_SCHEMA, Settings, read_labels, read_row_labels
 from xmcray.retrieval.index import Index
 from xmcray.retrieval.index_spec import FLAT_ROWS
 from xmcray.retrieval.shards import EVERYTHING, SearchScope, ShardedIndex, ShardSubset
-from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
-
-BoolArray = npt.NDArray[np.bool_]
+from xmcray.types import BoolArray, Float32Array, Int64Array, Ragged, TopLabels
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,8 +135,9 @@ class LabelIndex:
         rows = self.label_rows[label_ids]
         vectors = np.empty((len(rows), self.settings.dim), np.float32)
         for number, shard in enumerate(self.settings.shards):
-            inside = (rows >= shard.start) & (rows < shard.stop)
-            vectors[inside] = self.rows.vectors(number)[rows[inside] - shard.start]
+            is_inside = (rows >= shard.start) & (rows < shard.stop)
+            shard_rows = rows[is_inside] - shard.start
+            vectors[is_inside] = self.rows.vectors(number)[shard_rows]
         return vectors
 
     # --- Search ---
@@ -300,5 +298,7 @@ def _appended(table: pa.Table, names: pa.Table) -> pa.Table:
     blocks = table.to_batches()
     end = names
     while blocks and len(blocks[-1]) <= len(end):
-        end = pa.concat_tables([pa.Table.from_batches([blocks.pop()]), end])
-    return pa.Table.from_batches([*blocks, *end.combine_chunks().to_batches()], table.schema)
+        last_block = pa.Table.from_batches([blocks.pop()])
+        end = pa.concat_tables([last_block, end])
+    blocks += end.combine_chunks().to_batches()
+    return pa.Table.from_batches(blocks, table.schema)

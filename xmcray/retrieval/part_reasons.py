@@ -11,8 +11,7 @@ import numpy as np
 from xmcray.retrieval.answers import Reasons, named_voters
 from xmcray.retrieval.memory import RememberedQueries
 from xmcray.retrieval.parts import Candidates, PartsConfig, Votes, memory_shares, word_shares
-from xmcray.retrieval.votes import Float64Array
-from xmcray.types import Int64Array, TopLabels, pairs_of
+from xmcray.types import Float64Array, Int64Array, TopLabels, pairs_of
 
 VoterWeights = dict[int, float]  # the weight of each voter's vote, by its row in the memory
 

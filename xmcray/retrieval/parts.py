@@ -29,14 +29,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from xmcray import config as configs
 from xmcray.config import check_range, check_ranges
 from xmcray.retrieval.votes import MAX_POWER, MemoryConfig, softmax_weights
-from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
-
-Float64Array = npt.NDArray[np.float64]
+from xmcray.types import Float32Array, Float64Array, Int64Array, Ragged, TopLabels
 
 MEMBER_PARTS = ("labels", "memory")  # of each member
 WORD_PARTS = ("words", "texts")  # there once

@@ -23,7 +23,7 @@ from xmcray.retrieval.answers import FoundLabel, named_answers
 from xmcray.retrieval.bundle import KIND, Settings, read_settings
 from xmcray.retrieval.calibration import Calibration, check_min_probability
 from xmcray.retrieval.fused import NO_TEXTS, FusedPredictor, Fusion, fixed_parts, other_members
-from xmcray.retrieval.label_index import BoolArray, LabelIndex
+from xmcray.retrieval.label_index import LabelIndex
 from xmcray.retrieval.memory import Memory
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.predictors import LabelPredictor, MemoryPredictor, Predictor, no_memory
@@ -31,7 +31,7 @@ from xmcray.retrieval.query_encoder import QueryEncoder, check_side_vectors
 from xmcray.retrieval.shards import ALL_SHARDS, EVERYTHING, SearchScope, ShardSubset
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.storage.artifact import open_artifact
-from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, spans
+from xmcray.types import BoolArray, Float32Array, Int64Array, Ragged, TopLabels, spans
 
 if TYPE_CHECKING:
     from xmcray.retrieval.reranker import Reranker
@@ -225,7 +225,8 @@ class Retriever:
 
     def has_tokens(self, text: str) -> bool:
         """Whether a label's text has any token for each member; without one it has no vector."""
-        return all(member.tokenizer.encode_labels([text]).lengths[0] for member in self.members)
+        tokens = [member.tokenizer.encode_labels([text]) for member in self.members]
+        return all(len(own_tokens.values) > 0 for own_tokens in tokens)
 
     def search(
         self,
@@ -439,7 +440,9 @@ class Retriever:
 
     def _answers_by_itself(self, memory: MemoryConfig | None) -> bool:
         """Whether a request leaves the bundle's own settings as they are."""
-        return memory is None or (self.memory is not None and memory == self.memory.config)
+        if memory is None:
+            return True
+        return self.memory is not None and memory == self.memory.config
 
     def _with_probabilities(
         self, top: TopLabels, neighbours: Neighbours, memory: MemoryConfig | None

@@ -24,9 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
-from xmcray.types import Int64Array, Ragged, find_sorted, offsets_of
+from xmcray.types import Float64Array, Int64Array, Ragged, find_sorted, offsets_of
 
-Float64Array = npt.NDArray[np.float64]
 HashArray = npt.NDArray[np.uint64]
 # "HTTPServer2" -> "HTTP", "Server", "2".
 _CAMEL = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
@@ -100,11 +99,9 @@ class TermCounts:
     def concatenate(parts: Sequence[TermCounts]) -> TermCounts:
         """The texts of all parts, one part after another."""
         lengths = np.concatenate([np.diff(part.offsets) for part in parts])
-        return TermCounts(
-            np.concatenate([part.hashes for part in parts]),
-            np.concatenate([part.counts for part in parts]),
-            offsets_of(lengths),
-        )
+        hashes = np.concatenate([part.hashes for part in parts])
+        counts = np.concatenate([part.counts for part in parts])
+        return TermCounts(hashes, counts, offsets_of(lengths))
 
     def __len__(self) -> int:
         """Number of texts."""
@@ -179,7 +176,8 @@ class Vocabulary:
         order = np.lexsort((columns, rows))
         columns = columns[order]
         known_counts = counts.counts[is_known]
-        values = (1 + np.log(known_counts[order])) * self.idf[columns]
-        lengths = np.sqrt(np.bincount(rows, values**2, len(counts)))
-        values = values / np.maximum(lengths, _TINY)[rows]
+        raw_values = (1 + np.log(known_counts[order])) * self.idf[columns]
+        lengths = np.sqrt(np.bincount(rows, raw_values**2, len(counts)))
+        # A text without any term has length 0.
+        values = raw_values / np.maximum(lengths, _TINY)[rows]
         return TermWeights(columns, values, offsets)

@@ -28,10 +28,15 @@ import numpy.typing as npt
 from xmcray import config as configs
 from xmcray.config import check_range
 from xmcray.retrieval.neighbours import Neighbours
-from xmcray.types import Int64Array, Ragged, TopLabels, pairs_of, weights_of
-
-BoolArray = npt.NDArray[np.bool_]
-Float64Array = npt.NDArray[np.float64]
+from xmcray.types import (
+    BoolArray,
+    Float64Array,
+    Int64Array,
+    Ragged,
+    TopLabels,
+    pairs_of,
+    weights_of,
+)
 
 VOTE_QUERIES = 128  # queries whose votes are counted at once
 MAX_POWER = 700.0  # exp of more is no float64

@@ -20,7 +20,6 @@ from xmcray.nn.label_side import LabelSide
 from xmcray.retrieval.answers import FoundLabel
 from xmcray.retrieval.attributes import LabelAttributes
 from xmcray.retrieval.bundle import KIND, read_attributes
-from xmcray.retrieval.label_index import BoolArray
 from xmcray.retrieval.labels import NewLabel, load_label_sides, with_labels
 from xmcray.retrieval.new_vectors import new_vectors
 from xmcray.retrieval.retriever import Retriever
@@ -28,7 +27,7 @@ from xmcray.retrieval.shards import ALL_SHARDS, NO_SHARDS, ShardSubset
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.serving import schema
 from xmcray.storage.artifact import open_artifact
-from xmcray.types import Float32Array
+from xmcray.types import BoolArray, Float32Array
 
 MAX_VIEWS = 16  # filters whose views are kept
 NUM_PROBES = 32

@@ -13,15 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from xmcray.data.corpus import Corpus
 from xmcray.evaluation.evaluate import sign_flip
 from xmcray.evaluation.metrics import MAIN_METRICS, Metrics
 from xmcray.retrieval.parts import Candidates, MemberConfig, PartsConfig
-from xmcray.types import Float32Array, Ragged, TopLabels
-
-Float64Array = npt.NDArray[np.float64]
+from xmcray.types import Float32Array, Float64Array, Ragged, TopLabels
 
 METRICS = ("P@1", "P@5", "PSP@5")  # their mean is maximised
 WEIGHTS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
@@ -37,6 +34,7 @@ PERMUTATIONS = 4999
 DEPTH = 10  # answers per query that are measured, as many as the metrics look at
 _START = 0.5  # of the weights
 _ROUNDS = 6
+_LEAST_GAIN = 1e-9  # of the objective; smaller ones are rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +97,10 @@ class _Measured:
     config: PartsConfig
     objective: float
     share_Q: Float64Array
+
+    def is_better_than(self, other: _Measured) -> bool:
+        """Whether the objective is larger by more than rounding."""
+        return self.objective > other.objective + _LEAST_GAIN
 
 
 class WeightSearch:
@@ -223,17 +225,23 @@ class WeightSearch:
         grid = self._grid(start)
         best = self.measure(start)
         for _ in range(_ROUNDS):
-            before = best.objective
+            before = best
             for name, values in grid.items():
-                for value in values:
-                    config = best.config.changed(name, value)
-                    if not config.used():
-                        continue
-                    measured = self.measure(config, varied=part_of(name))
-                    if measured.objective > best.objective + 1e-9:
-                        best = measured
-            if best.objective <= before + 1e-9:
+                best = self._best_value(best, name, values)
+            if not best.is_better_than(before):
                 break
+        return best
+
+    def _best_value(self, best: _Measured, name: str, values: Sequence[float]) -> _Measured:
+        """The best settings after one of them was varied."""
+        for value in values:
+            config = best.config.changed(name, value)
+            # Without any part there are no answers.
+            if not config.used():
+                continue
+            measured = self.measure(config, varied=part_of(name))
+            if measured.is_better_than(best):
+                best = measured
         return best
 
     def _grid(self, start: PartsConfig) -> dict[str, Sequence[float]]:
@@ -257,8 +265,10 @@ class WeightSearch:
         """Of the paired test that both are equally good; 1 if the other is not worse."""
         if other.objective >= better.objective:
             return 1.0
-        difference_Q1 = (better.share_Q - other.share_Q)[:, None] * len(self.truth)
-        return float(sign_flip(difference_Q1, PERMUTATIONS, seed=0)[0])
+        difference_Q = (better.share_Q - other.share_Q) * len(self.truth)
+        # One column, because `sign_flip` tests the columns of several metrics.
+        p_values = sign_flip(difference_Q[:, None], PERMUTATIONS, seed=0)
+        return float(p_values[0])
 
     def _named(self, measured: _Measured) -> dict[str, float]:
         """The metrics that decide, by name."""
@@ -299,14 +309,16 @@ class HitValues:
         self.truth = truth
         columns = [MAIN_METRICS.index(name) for name in metrics]
         num_hits = len(truth.values)
-        # Each positive as the only answer to its query, at one rank after another.
-        of_each = truth.take(truth.row_ids)
+        # The positives of each positive's query.
+        truth_of_hit = truth.take(truth.row_ids)
         divisor_M = self._divisors(columns)
+        # The last column, of later ranks, stays 0.
         self.value_HR = np.zeros((num_hits, DEPTH + 1))
         for rank in range(DEPTH):
+            # Each positive is the only answer to its query, at this rank.
             answer = TopLabels.empty(num_hits, rank + 1)
             answer.ids[:, rank] = truth.values
-            per_query = self.metrics_of(answer, of_each).per_query()
+            per_query = self.metrics_of(answer, truth_of_hit).per_query()
             gain_HM = per_query.gain_QM[:, columns].astype(np.float64)
             self.value_HR[:, rank] = (gain_HM / divisor_M).mean(axis=1)
 
@@ -350,16 +362,19 @@ class _Table:
         self._start_BC = np.full(self._shape, -np.inf)
         self._start_BC[self._cells] = -1e-10 * labels.places
         truth, values = positives
-        num_ids = 1 + int(max(labels.values.max(initial=0), truth.values.max(initial=0)))
+        largest_candidate = int(labels.values.max(initial=0))
+        largest_positive = int(truth.values.max(initial=0))
+        num_ids = 1 + max(largest_candidate, largest_positive)
         pairs = labels.pairs(num_ids)
         true_pairs = truth.pairs(num_ids)
         # A positive that is no candidate has no rank.
         is_candidate = np.isin(true_pairs, pairs)
+        # Candidates ascend by query and label, so their pairs ascend too.
         place = np.searchsorted(pairs, true_pairs[is_candidate])
         self._hit_cells = labels.row_ids[place], labels.places[place]
         self._value_HR = values[is_candidate]
         self._columns: dict[tuple[Any, ...], Float32Array] = {}
-        # The sum of all parts but one, and the names, weights and settings of these parts.
+        # The sum of all parts but one, and the name, weight and settings of each of these parts.
         self._others_BC = self._start_BC
         self._others: list[tuple[Any, ...]] = []
 
@@ -373,6 +388,7 @@ class _Table:
         score_BC = self._sum_without(varied, config)
         if varied in config.used():
             score_BC = score_BC + config.weight(varied) * self._column(varied, config)
+        # A partition puts the largest scores last, in any order; ranks need no order.
         best_BK = np.partition(score_BC, -DEPTH, axis=1)[:, -DEPTH:]
         query_H, _ = self._hit_cells
         score_H = score_BC[self._hit_cells]
@@ -384,12 +400,12 @@ class _Table:
         return np.bincount(query_H, value_H, self._shape[0]).astype(np.float64)
 
     def _sum_without(self, varied: str, config: PartsConfig) -> Float64Array:
-        """float64 [B, C], the sum of all parts but one; kept until another one is asked for."""
-        parts = [part for part in config.used() if part != varied]
-        others = [(part, config.weight(part), *config.settings_of(part)) for part in parts]
+        """float64 [B, C], the sum of all parts but one; kept until the other parts change."""
+        other_parts = [part for part in config.used() if part != varied]
+        others = [(part, config.weight(part), *config.settings_of(part)) for part in other_parts]
         if others != self._others:
             self._others_BC = self._start_BC.copy()
-            for part in parts:
+            for part in other_parts:
                 self._others_BC += config.weight(part) * self._column(part, config)
             self._others = others
         return self._others_BC
