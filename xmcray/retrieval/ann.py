@@ -272,8 +272,9 @@ def read_lists(lists: Any) -> tuple[Float32Array, Int64Array, Int64Array]:
     for number in range(lists.nlist):
         size = int(lists.invlists.list_size(number))
         if size:
+            pointer = lists.invlists.get_ids(number)
             # The memory belongs to FAISS, so it is copied.
-            ids.append(faiss.rev_swig_ptr(lists.invlists.get_ids(number), size).copy())
+            ids.append(faiss.rev_swig_ptr(pointer, size).copy())
         sizes[number] = size
     list_ids = np.repeat(np.arange(lists.nlist), sizes)
     return lists.quantizer.reconstruct_n(0, lists.nlist), np.concatenate(ids), list_ids

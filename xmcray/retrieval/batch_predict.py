@@ -37,7 +37,7 @@ from xmcray.storage.cache import cache_folder
 from xmcray.storage.path_errors import disk_errors
 from xmcray.storage.remote import is_url
 from xmcray.storage.whole_files import whole_file, write_json
-from xmcray.types import Float32Array, TopLabels
+from xmcray.types import Float32Array, TopLabels, offsets_of
 
 # A chunk ends at the first of these that is reached.
 CHUNK_ROWS = 4096
@@ -196,6 +196,7 @@ def _vector(record: Record | BadValue) -> Float32Array | None:
     numbers = record.get(_VECTOR)
     if numbers is None:
         return None
+    # bool is another type than int.
     if type(numbers) is list and set(map(type, numbers)) <= {int, float}:
         # A number that no float32 holds becomes infinity, or is an error if it is an integer.
         with contextlib.suppress(OverflowError), np.errstate(over="ignore"):
@@ -256,14 +257,16 @@ def answer_chunk(
     is_answer = top.ids >= 0
     label_ids = pa.array(top.ids[is_answer])
     label_uids = retriever.labels.table["uid"].take(label_ids).combine_chunks()
-    num_answers = is_answer.sum(axis=1)
-    offsets = pa.array(np.concatenate([[0], np.cumsum(num_answers)]), pa.int32())
-    columns: dict[str, Any] = {"uid": pa.array(chunk.uids, pa.large_string())}
+    # Where the answers of each query begin in the flat arrays of all answers.
+    offsets = pa.array(offsets_of(is_answer.sum(axis=1)), pa.int32())
+    columns: dict[str, Any] = {}
+    columns["uid"] = pa.array(chunk.uids, pa.large_string())
     if texts:
         columns["text"] = pa.array(chunk.texts, pa.large_string())
     columns["label_id"] = pa.ListArray.from_arrays(offsets, label_ids)
     columns["label_uid"] = pa.ListArray.from_arrays(offsets, label_uids)
-    columns["score"] = pa.ListArray.from_arrays(offsets, pa.array(top.scores[is_answer]))
+    scores = pa.array(top.scores[is_answer])
+    columns["score"] = pa.ListArray.from_arrays(offsets, scores)
     if top.probabilities is not None:
         probabilities = pa.array(top.probabilities[is_answer])
         columns["probability"] = pa.ListArray.from_arrays(offsets, probabilities)

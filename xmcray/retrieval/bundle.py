@@ -147,8 +147,8 @@ def card_of(
     """
     manifest = read_manifest(folder, KIND)
     if corpus is not None:
-        known = {"corpus": corpus.name, "corpus_licence": corpus.licence}
-        manifest = dataclasses.replace(manifest, about={**known, **manifest.about})
+        about_corpus = {"corpus": corpus.name, "corpus_licence": corpus.licence}
+        manifest = dataclasses.replace(manifest, about={**about_corpus, **manifest.about})
     max_len = TextTokenizer.load(folder / "tokenizer").max_len
     return bundle_card(read_settings(folder), manifest, max_len, url, metrics)
 

@@ -182,7 +182,9 @@ class Drift:
 
     def add(self, probability: float) -> None:
         """Notes the probability of a query's best answer."""
-        number = min(int(probability * len(self.expected)), len(self.expected) - 1)
+        num_bins = len(self.expected)
+        # A probability of 1 belongs to the last bin.
+        number = min(int(probability * num_bins), num_bins - 1)
         self._weights *= _MEMORY
         self._weights[number] += 1
         self._queries += 1
@@ -197,8 +199,9 @@ class Drift:
             return None
         # Half a percent in every bin keeps the logarithms finite.
         expected = np.array(self.expected) + _SMALL
-        found = self._weights / self._weights.sum() + _SMALL
-        return float(((found - expected) * np.log(found / expected)).sum())
+        observed = self._weights / self._weights.sum() + _SMALL
+        index_of_bin = (observed - expected) * np.log(observed / expected)
+        return float(index_of_bin.sum())
 
 
 def has_calibration(bundle: Path) -> bool:

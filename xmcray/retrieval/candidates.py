@@ -83,10 +83,12 @@ class CandidateFinder:
             # The nearest labels; `near.labels` are the keys of the softmax alone.
             assert near.fallback is not None
             proposals.append(self._pairs(near.fallback))
-        pairs = _distinct(np.concatenate(proposals))
-        pairs = pairs[self._may_be_answered(pairs, exclude)]
+        all_pairs = _distinct(np.concatenate(proposals))
+        pairs = all_pairs[self._may_be_answered(all_pairs, exclude)]
         query_P, label_P = np.divmod(pairs, self._num_labels)
-        labels = Ragged(label_P, offsets_of(np.bincount(query_P, minlength=len(neighbours))))
+        # Pairs ascend, so the labels of each query lie next to each other.
+        num_labels_B = np.bincount(query_P, minlength=len(neighbours))
+        labels = Ragged(label_P, offsets_of(num_labels_B))
         scores = []
         for member, near, votes in zip(self.members, by_member, near_votes, strict=True):
             assert near.vectors is not None

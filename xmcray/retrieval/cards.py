@@ -63,7 +63,10 @@ def bundle_card(
         name = url.rstrip("/").rsplit("/", 1)[-1]
     licence = about.get("corpus_licence") or UNKNOWN
     rows = _rows(metrics)
-    choices = {part: about[part] for part in ("config", "fused", "distillation") if about.get(part)}
+    choices = {}
+    for part in ("config", "fused", "distillation"):
+        if about.get(part):
+            choices[part] = about[part]
     text = render(
         "bundle_card.md.j2",
         metadata=_metadata(name, settings.method, corpus, licence, rows),

@@ -3,6 +3,11 @@
 A score and an id travel as one int64 key whose order is "higher score first, then lower id". Every
 selection is then a plain top-k of keys, which has no ties, so the answer does not depend on block
 sizes or on the order of the rows.
+
+Letters of axes here, in addition to those in types.py:
+
+    Q  all queries       B  queries of one block         R  rows of one block
+    G  groups of rows    H  groups that may have a hit   J  rows of one group (GROUP)
 """
 
 from __future__ import annotations
@@ -69,7 +74,9 @@ def exact_search(
         answer = few_queries.answer_at_once(searchable, queries, k, rows.ids)
         if answer is not None:
             return answer
-    return from_keys(exact_keys(vector_ND, queries, empty_keys(len(queries), k), rows))
+    no_keys = empty_keys(len(queries), k)
+    best_keys = exact_keys(vector_ND, queries, no_keys, rows)
+    return from_keys(best_keys)
 
 
 def exact_keys(
@@ -111,7 +118,7 @@ def exact_keys(
         for first in range(0, num_vectors, max(1, block_rows)):
             vector_RD = vector_ND[first : first + block_rows].to(query_BD.dtype)
             id_R = id_N[first : first + block_rows]
-            # The last block may be shorter than the buffer.
+            # The last block may be shorter than the buffer. The rest of the buffer is no answer.
             score_BR = buffer_BR[:, : len(vector_RD)]
             buffer_BR[:, len(vector_RD) :] = -torch.inf
             torch.mm(query_BD, vector_RD.T, out=score_BR)
@@ -146,7 +153,7 @@ def _few_query_keys(
         # The best keys so far fill the places for which there are too few rows.
         competing = np.concatenate([best_keys[query], new_keys])
         competing.sort()
-        # Sorting puts the largest keys at the end, and the best one has to come first.
+        # The sort ascends, so the best keys are the last ones; the best of all comes first.
         keys[query] = competing[::-1][:num_keys]
     return torch.from_numpy(keys)
 
@@ -176,6 +183,7 @@ def from_keys(keys: Tensor) -> TopLabels:
     """Unpacks sort keys into ids and scores; id -1 where the score is -inf."""
     # NumPy is faster than torch at the few numbers of one query.
     key_array = keys.numpy()
+    # The upper half holds the score, the lower half the id.
     scores = _ordered((key_array >> 32).astype(np.int32)).view(np.float32)
     ids = LOW_BITS - (key_array & LOW_BITS)
     ids[scores == -np.inf] = -1
@@ -247,9 +255,11 @@ def _improve(best_BK: Tensor, score_BR: Tensor, id_R: Tensor) -> Tensor:
     groups = promising_groups(score_BR, bar_B)
     num_groups = num_queries * num_rows // GROUP
     if len(groups) > num_groups // 2 and k <= num_rows:
-        # Most groups are promising, as in the first block: a top-k of the block raises the bar.
+        # Most groups are promising, as in the first block: a top-k of the block raises the bar. A
+        # NaN would be the largest score of all, so it becomes -inf; infinities stay as they are.
         torch.nan_to_num_(score_BR, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        bar_B = torch.maximum(bar_B, score_BR.topk(k, dim=1).values[:, -1])
+        kth_score_B = score_BR.topk(k, dim=1).values[:, -1]
+        bar_B = torch.maximum(bar_B, kth_score_B)
         groups = promising_groups(score_BR, bar_B)
     if len(groups) == 0:
         return best_BK
@@ -300,13 +310,15 @@ def promising_groups(score_BR: Tensor, bar_B: Tensor) -> Tensor:
 def scores_in(groups: Tensor, score_BR: Tensor, bar_B: Tensor) -> Hits:
     """The scores that reach the bar, in the order of the groups; rows are columns of `score_BR`."""
     query_H, group_H = groups.unbind(dim=1)
-    score_BHG = score_BR.view(len(score_BR), -1, GROUP)
-    score_HG = score_BHG[query_H, group_H]
-    reaches_bar_HG = score_HG >= bar_B[query_H, None]
-    is_hit_HG = reaches_bar_HG & (score_HG > -torch.inf)
-    hit_P, place_P = is_hit_HG.nonzero(as_tuple=True)
+    # The scores of each query in groups, of which the chosen ones are copied.
+    score_BGJ = score_BR.view(len(score_BR), -1, GROUP)
+    score_HJ = score_BGJ[query_H, group_H]
+    reaches_bar_HJ = score_HJ >= bar_B[query_H, None]
+    is_hit_HJ = reaches_bar_HJ & (score_HJ > -torch.inf)
+    hit_P, place_P = is_hit_HJ.nonzero(as_tuple=True)
+    # Groups have GROUP rows each, so this is the row in the whole block.
     row_P = group_H[hit_P] * GROUP + place_P
-    return Hits(query_H[hit_P], row_P, score_HG[hit_P, place_P])
+    return Hits(query_H[hit_P], row_P, score_HJ[hit_P, place_P])
 
 
 def _hide(score_BR: Tensor, hidden: Ragged, first: int) -> None:

@@ -95,8 +95,9 @@ def best_rows(
     scores = _scores(vectors, query)
     scores[hidden] = -np.inf
     rows = reaching_kth(scores, k)
-    if len(rows) < min(k, len(scores)) or ids[rows].min(initial=0) < 0:
-        # Some of the best rows are no answers. Looking at all ids only then costs nothing usually.
+    has_too_few = len(rows) < min(k, len(scores))
+    if has_too_few or ids[rows].min(initial=0) < 0:
+        # Some of the best rows are no answers. All ids are looked at only now, because that is rare.
         scores[np.isnan(scores) | (ids < 0)] = -np.inf
         rows = reaching_kth(scores, k)
     return BestRows(ids[rows], scores[rows])

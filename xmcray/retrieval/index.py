@@ -298,12 +298,14 @@ class Index:
         hidden = rows.hidden
         if len(hidden.values):
             # One look-up masks the rows of all queries.
-            is_hidden_QC = np.isin(pairs_of(row_QC, len(self)), hidden.pairs(len(self)))
+            pair_QC = pairs_of(row_QC, len(self))
+            is_hidden_QC = np.isin(pair_QC, hidden.pairs(len(self)))
             row_QC = np.where(is_hidden_QC, -1, row_QC)
         scores = self.candidate_scores(queries, row_QC)
         # A missing candidate (-1) borrows the id of row 0; its score is -inf.
         id_QC = rows.ids[np.maximum(row_QC, 0)]
-        return to_keys(as_tensor(scores), torch.from_numpy(id_QC)).topk(k, dim=1).values
+        key_QC = to_keys(as_tensor(scores), torch.from_numpy(id_QC))
+        return key_QC.topk(k, dim=1).values
 
     def candidate_scores(self, queries: Float32Array, row_QC: Int64Array) -> Float32Array:
         """Inner products of queries and some rows, whatever the index.
@@ -376,7 +378,8 @@ class _RowSelection(Index):
     """An exact index over some rows of another one, which keep their positions."""
 
     def __init__(self, whole: Index, rows: Int64Array) -> None:
-        super().__init__(whole.vectors[as_tensor(rows, np.int64)], None, threads=whole.threads)
+        vectors = whole.vectors[as_tensor(rows, np.int64)]
+        super().__init__(vectors, None, threads=whole.threads)
         self._rows = rows
         self._num_rows = len(whole)
         self._searchable = None  # ids and hidden rows are positions of other rows

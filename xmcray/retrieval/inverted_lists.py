@@ -137,9 +137,11 @@ class InvertedLists:
         row_ids = row_ids[list_ids.argsort(stable=True)]
         size_A = torch.bincount(list_ids, minlength=num_lists)
         start_A = size_A.cumsum(0) - size_A
+        # Lists are filled up to whole groups: the slots after a list's last row repeat that row.
         padded_A = GROUP * num_groups(size_A)
         list_R = torch.repeat_interleave(padded_A)
-        slot_R = torch.minimum(row_slots(list_R, len(size_A)), size_A[list_R] - 1)
+        last_slot_R = size_A[list_R] - 1
+        slot_R = torch.minimum(row_slots(list_R, len(size_A)), last_slot_R)
         return cls(
             vector_ND,
             centroid_CD[by_size],

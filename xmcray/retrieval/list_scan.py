@@ -174,7 +174,7 @@ class _ChunkScan:
             return
         # Sorted by list, the visits of one list lie next to each other.
         list_P, place_P = list_BV.reshape(-1).sort(stable=True)
-        # A visit's place in the flat table is that of its query times the width, and its column.
+        # The table was flattened row by row, so the number of a visit's row is its query.
         query_P = place_P // width
         # Where the visits of each list begin, and the end of all visits.
         num_lists = len(self.lists.size_A)
@@ -236,6 +236,7 @@ class _ChunkScan:
         score_GJ = self._products(pieces, query_P)
         size_P = self.lists.size_A[list_P]
         groups_P = num_groups(size_P)
+        # The first group of each visit, because the groups of all visits lie one after another.
         first_P = groups_P.cumsum(0) - groups_P
         visits = torch.arange(len(list_P), dtype=torch.int32, device=list_P.device)
         visit_G = torch.repeat_interleave(visits, groups_P, output_size=len(score_GJ))
@@ -264,7 +265,9 @@ class _ChunkScan:
 
         group_I, column_I = is_hit_HJ.nonzero(as_tuple=True)
         visit_I = visit_H[group_I]
-        place_I = self.lists.offset_A[list_P[visit_I]] + slot_H[group_I] + column_I
+        # A row's place among those of all lists: its list, the group in the list, the row in it.
+        list_start_I = self.lists.offset_A[list_P[visit_I]]
+        place_I = list_start_I + slot_H[group_I] + column_I
         row_I = self.lists.row_ids[place_I]
         score_I = score_HJ[group_I, column_I]
         self.hits.append(Hits(query_P[visit_I], row_I, score_I))
@@ -282,7 +285,7 @@ class _ChunkScan:
         visits = query_PD.split([piece.num_visits for piece in pieces])
         rows = vector_RD.split([piece.num_rows for piece in pieces])
         start = 0
-        # One product per list. Whatever can be done for all lists at once is done by the callers.
+        # One product per list. All that can be done for all lists at once happens outside this loop.
         for piece, query_QD, list_RD in zip(pieces, visits, rows, strict=True):
             stop = start + len(query_QD) * len(list_RD)
             score_QR = self.buffer[start:stop].view(len(query_QD), len(list_RD))
@@ -309,9 +312,11 @@ class _ChunkScan:
         num_visits = len(first_P)
         if k > most_rows:
             return score_GJ.new_full((num_visits,), -torch.inf)
+        # The scores of each visit become a row of a table, as wide as the longest list.
         score_PMJ = score_GJ.new_full((num_visits, most_rows // GROUP, GROUP), -torch.inf)
         groups = torch.arange(len(score_GJ), device=score_GJ.device)
-        score_PMJ[visit_G, groups - first_P[visit_G]] = score_GJ
+        group_in_list_G = groups - first_P[visit_G]
+        score_PMJ[visit_G, group_in_list_G] = score_GJ
         score_PR = score_PMJ.view(num_visits, most_rows)
         slots = torch.arange(most_rows, device=score_GJ.device)
         is_none_PR = (slots >= size_P[:, None]) | score_PR.isnan()
@@ -322,14 +327,12 @@ class _ChunkScan:
         """Merges the hits into the best keys, a block of queries at a time."""
         if not self.num_hits:
             return
-        all_hits = Hits(
-            torch.cat([hits.query_P for hits in self.hits]),
-            torch.cat([hits.row_P for hits in self.hits]),
-            torch.cat([hits.score_P for hits in self.hits]),
-        )
+        query_I = torch.cat([hits.query_P for hits in self.hits])
+        row_I = torch.cat([hits.row_P for hits in self.hits])
+        score_I = torch.cat([hits.score_P for hits in self.hits])
         self.hits.clear()
         self.num_hits = 0
-        visible = self._visible(all_hits)
+        visible = self._visible(Hits(query_I, row_I, score_I))
         hits = visible.take(_order(visible.query_P))
         key_I = to_keys(hits.score_P, self.id_N[hits.row_P])
         num_queries, k = self.best_BK.shape
@@ -357,7 +360,8 @@ class _ChunkScan:
             return hits
         pairs = hits.query_P * len(self.lists.vector_ND) + hits.row_P
         place = torch.searchsorted(self.hidden_pairs, pairs)
-        # A pair above all hidden ones has no place there; any place says that it is visible.
+        # A pair above all hidden ones has the place after the last one. Any other place shows as well
+        # that it is visible.
         place.clamp_(max=len(self.hidden_pairs) - 1)
         is_visible = self.hidden_pairs[place] != pairs
         return hits.take(is_visible.nonzero()[:, 0])
@@ -367,6 +371,6 @@ def _order(query_I: Tensor) -> Tensor:
     """int64 [I], the order that sorts hits by query."""
     if query_I.device.type == "cuda":
         return torch.argsort(query_I, stable=True)
-    # Numbers of 16 bits, which all queries of a chunk have, are sorted by a radix sort.
+    # Queries of a chunk have numbers of 16 bits, and NumPy sorts those by a fast radix sort.
     query_numbers = query_I.numpy().astype(np.uint16)
     return torch.from_numpy(np.argsort(query_numbers, kind="stable"))

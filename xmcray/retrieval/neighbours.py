@@ -41,15 +41,13 @@ class Neighbours:
     @staticmethod
     def merged(parts: Sequence[Neighbours]) -> Neighbours:
         """Combines searches of disjoint subsets of the shards into what one search would find."""
-        return Neighbours(
-            merge([part.queries for part in parts]),
-            merge([part.labels for part in parts]),
-            _merge_optional([part.joined for part in parts]),
-            _merge_optional([part.fallback for part in parts]),
-            # All subsets searched the same queries.
-            parts[0].vectors,
-            _merge_others(parts),
-        )
+        queries = merge([part.queries for part in parts])
+        labels = merge([part.labels for part in parts])
+        joined = _merge_optional([part.joined for part in parts])
+        fallback = _merge_optional([part.fallback for part in parts])
+        # All subsets searched the same queries.
+        vectors = parts[0].vectors
+        return Neighbours(queries, labels, joined, fallback, vectors, _merge_others(parts))
 
     def __len__(self) -> int:
         """Number of queries."""

@@ -50,7 +50,8 @@ def new_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -> 
     if side.row_columns:
         # The last columns of a label's vector are its row of the classifier.
         columns = slice(-side.row_columns, None)
-        vectors[:, columns] = _classifier_rows(retriever, side.row_columns, vectors[:, columns])
+        text_vectors = vectors[:, columns]
+        vectors[:, columns] = _classifier_rows(retriever, side.row_columns, text_vectors)
     return vectors
 
 

@@ -95,7 +95,9 @@ class QueryEncoder:
             float32 [B, D].
         """
         chunks = self.encode_chunks(queries, vectors)
-        return np.concatenate([np.empty((0, self.dim), np.float32), *chunks])
+        # No queries have no chunk, but a width.
+        no_rows = np.empty((0, self.dim), np.float32)
+        return np.concatenate([no_rows, *chunks])
 
     def encode_start(
         self, texts: Sequence[str], max_tokens: int, vectors: Float32Array | None = None
@@ -115,7 +117,8 @@ class QueryEncoder:
         # A text of exactly `limit` tokens is not truncated. One token more shows which those are.
         full_texts = [texts[i] for i in np.flatnonzero(truncated).tolist()]
         if full_texts:
-            truncated[truncated] = self.tokenizer.encode(full_texts, limit + 1).lengths > limit
+            longer_tokens = self.tokenizer.encode(full_texts, limit + 1)
+            truncated[truncated] = longer_tokens.lengths > limit
         return self.encode(tokens.with_vectors(vectors)), truncated
 
     def encode_labels(self, tokens: Ragged) -> Float32Array:

@@ -136,9 +136,9 @@ class Reranker:
         rest = np.arange(scores.shape[1] - num_read, dtype=np.float32)
         lowest = np.where(np.isfinite(pair_scores), scores[:, :num_read], np.inf)
         floor_B = lowest.min(axis=1, initial=np.inf)
-        scores[:, num_read:] = np.where(
-            top.ids[:, num_read:] >= 0, floor_B[:, None] - 1 - rest, -np.inf
-        )
+        is_rest = top.ids[:, num_read:] >= 0
+        scores[:, num_read:] = np.where(is_rest, floor_B[:, None] - 1 - rest, -np.inf)
+        # A stable sort keeps the order of equal scores.
         order = np.argsort(-scores, axis=1, kind="stable")
         probabilities = top.probabilities
         if probabilities is not None:

@@ -207,7 +207,8 @@ class ShardedIndex:
             keys = list(_pool(threads).map(shard_keys, searched))
         else:
             keys = [shard_keys(number) for number in searched]
-        if sum(len(self.indexes[number]) for number in searched) < k:
+        num_rows = sum(len(self.indexes[number]) for number in searched)
+        if num_rows < k:
             # Empty keys fill the places of missing rows.
             keys.append(empty_keys(num_queries, k))
         return _best(keys, k)
@@ -374,7 +375,8 @@ def _index_name(number: int) -> str:
 
 
 def _best(keys: Sequence[Tensor], k: int) -> TopLabels:
-    return from_keys(torch.cat(list(keys), dim=1).topk(k, dim=1).values)
+    all_keys = torch.cat(list(keys), dim=1)
+    return from_keys(all_keys.topk(k, dim=1).values)
 
 
 def _regrouped(blocks: Iterable[Float32Array], shard_rows: int) -> Iterator[Float32Array]:

@@ -102,12 +102,13 @@ class StaticText(InputModule):  # type: ignore[misc]
         row_R, weight_R, text_R = self._rows(features["input_ids"], lengths_B)
         table_VD = self.weights["embedding_weight"]
         num_texts = len(lengths_B)
-        # Sums over the tokens and pairs of each text.
+        # Sums over the tokens and pairs of each text: `text_R` names the text that each one is in.
+        weighted_RD = weight_R[:, None] * table_VD[row_R]
         sum_BD = table_VD.new_zeros(num_texts, self.dim)
-        sum_BD.index_add_(0, text_R, weight_R[:, None] * table_VD[row_R])
+        sum_BD.index_add_(0, text_R, weighted_RD)
         square_B = table_VD.new_zeros(num_texts)
         square_B.index_add_(0, text_R, weight_R.square())
-        # The bound keeps the vector of a text without tokens at zero.
+        # A text without tokens keeps the vector 0, because of the lower bound of the divisor.
         scale_B = square_B.clamp_min(1e-12).rsqrt()
         vector_BD = sum_BD * scale_B[:, None]
         if self.settings["residual"]:
@@ -139,7 +140,8 @@ class StaticText(InputModule):  # type: ignore[misc]
         left_P = torch.nonzero(has_right_T)[:, 0]
         right_P = left_P + 1
         weight_P = (weight_T[left_P] + weight_T[right_P]) / 2
-        row_R = torch.cat([token_T, self._pair_rows(token_T[left_P], token_T[right_P])])
+        pair_row_P = self._pair_rows(token_T[left_P], token_T[right_P])
+        row_R = torch.cat([token_T, pair_row_P])
         weight_R = torch.cat([weight_T, weight_P])
         text_R = torch.cat([text_T, text_T[left_P]])
         return row_R, weight_R, text_R
@@ -148,14 +150,17 @@ class StaticText(InputModule):  # type: ignore[misc]
         """The table row of each pair of tokens, on the side of the tokens: queries or labels."""
         left_id_P = left_P % self.side_rows
         right_id_P = right_P % self.side_rows
+        bucket_P = self._buckets(left_id_P, right_id_P)
+        # What the remainder took away is where the side begins: 0, or `side_rows` for labels.
         side_start_P = left_P - left_id_P
         # Rows of pairs follow those of tokens.
-        return side_start_P + self.vocab_size + self._buckets(left_id_P, right_id_P)
+        return side_start_P + self.vocab_size + bucket_P
 
     def _buckets(self, left_P: Tensor, right_P: Tensor) -> Tensor:
         """The bucket of each pair of tokens: a hash, the same as in training."""
         mixed_P = left_P * 2_654_435_761 + right_P * 2_246_822_519
-        # The sign of an overflow is masked, and the lowest bits are mixed least.
+        # The mask also removes the sign of an overflow. The shift drops the lowest bits, which the
+        # products mix least.
         hash_P = (mixed_P & 0xFFFFFFFFFFFF) >> 12
         return hash_P % self.num_buckets
 
@@ -205,7 +210,8 @@ class StaticText(InputModule):  # type: ignore[misc]
 
         settings: dict[str, Any] = {}
         for name in SETTINGS_FILES:
-            settings |= json.loads(path_of(name).read_text(encoding="utf-8"))
+            text = path_of(name).read_text(encoding="utf-8")
+            settings |= json.loads(text)
         tokenizer = Tokenizer.from_file(str(path_of(TOKENIZER_FILE)))
         state = load_file(path_of(STATE_FILE))
         return cls(settings, tokenizer, state)

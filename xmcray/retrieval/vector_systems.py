@@ -72,6 +72,7 @@ def _milvus_tables(target: ExportTarget, blocks: Iterable[pa.Table]) -> Iterator
     """
     num_cut = 0
     for block in blocks:
+        # A uid that is cut could be that of another label, so only texts are cut.
         if _num_too_long(block["uid"]):
             raise BundleError(
                 f"a uid has more than {MAX_VARCHAR:,} bytes, the most in Milvus; choose another system"
@@ -97,6 +98,7 @@ def _milvus_tables(target: ExportTarget, blocks: Iterable[pa.Table]) -> Iterator
 
 
 def _num_too_long(strings: pa.ChunkedArray) -> int:
+    """How many strings have more bytes than a VarChar of Milvus holds."""
     is_too_long = pc.greater(pc.binary_length(strings), MAX_VARCHAR)
     num_too_long: int = pc.sum(is_too_long).as_py()
     return num_too_long
@@ -136,6 +138,7 @@ def _weaviate(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
     field_names = _field_names(target.attributes)
     properties = [
         {"name": "label_id", "dataType": ["int"]},
+        # "field": a uid is found as a whole, not by its words.
         {"name": "uid", "dataType": ["text"], "tokenization": "field"},
         {"name": "text", "dataType": ["text"]},
     ]
@@ -170,8 +173,10 @@ def _weaviate_batches(field_names: Mapping[str, str], block: pa.Table) -> Iterat
 
 def _weaviate_objects(field_names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
     for label in _labels(block):
-        # An id in Weaviate is a UUID. Every export gives a label the same one.
-        uuid_of_label = uuid.uuid5(uuid.NAMESPACE_URL, f"xmcray:label:{label['label_id']}")
+        # An id in Weaviate is a UUID. This one is a hash of the label's id, so every export gives a
+        # label the same one.
+        name_of_label = f"xmcray:label:{label['label_id']}"
+        uuid_of_label = uuid.uuid5(uuid.NAMESPACE_URL, name_of_label)
         weaviate_object = {
             "class": "Label",
             "id": str(uuid_of_label),
@@ -211,9 +216,9 @@ def _plane_end(plane: int) -> str:
 
 # Vespa accepts some code points nowhere (com.yahoo.text.Text): most control characters, a range
 # that Unicode reserves, and the ends of the planes 1 to 16.
-_PLANE_ENDS = "".join(map(_plane_end, range(1, 17)))
+_PLANE_ENDS = "".join(_plane_end(plane) for plane in range(1, 17))
 _NO_TEXT = re.compile(f"[\0-\b\v\f\x0e-\x1f\ufdd0-\ufddf{_PLANE_ENDS}]")
-# A document id has them percent-encoded, and so the percent sign itself.
+# In a document id they are percent-encoded, and so is the percent sign itself.
 _NO_ID = re.compile(f"{_NO_TEXT.pattern}|%")
 
 
@@ -241,8 +246,10 @@ def _percent_encoded(match: re.Match[str]) -> str:
 def _labels(block: pa.Table) -> Iterator[dict[str, Any]]:
     """Each label as a dict, whose vector is the text of a JSON array."""
     vectors = block["vector"].combine_chunks()
-    # Arrow prints the shortest digits that give the same float32 back.
+    # All numbers of the block at once. Arrow prints the shortest digits that give the same float32
+    # back.
     numbers = pc.cast(vectors.flatten(), pa.string())
+    # Then the numbers of each label again, by the offsets of the vectors.
     number_lists = pa.ListArray.from_arrays(vectors.offsets, numbers)
     joined_numbers = pc.binary_join(number_lists, ",")
     for label in _with_vectors(block, joined_numbers).to_pylist():
@@ -259,8 +266,8 @@ def _present(attributes: Mapping[str, Any]) -> dict[str, Any]:
 def _field_names(attributes: pa.Schema | None) -> dict[str, str]:
     """The name of each attribute's field in a system whose fields have restricted names.
 
-    Characters that a field's name cannot have become _. Where two names become one, the later one
-    gets a further _.
+    Characters that a field's name cannot have become _. If two names become the same one, the later
+    one gets a further _.
     """
     field_names: dict[str, str] = {}
     for attribute in attributes or ():

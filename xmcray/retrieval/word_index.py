@@ -213,8 +213,9 @@ def _write_postings(folder: Path, kind: str, vectors: Any) -> None:
 def _read_vocabulary(folder: Path) -> Vocabulary:
     hashes = read_array(folder / "terms.npy", np.uint64, mapped=True)
     idf = read_array(folder / "idf.npy", np.float64, mapped=True)
-    is_ascending = bool(np.all(hashes[1:] > hashes[:-1]))
-    if len(hashes) != len(idf) or not is_ascending or not np.isfinite(idf).all():
+    is_ascending = np.all(hashes[1:] > hashes[:-1])
+    are_rarities = len(hashes) == len(idf) and np.isfinite(idf).all()
+    if not is_ascending or not are_rarities:
         raise ValueError("expected ascending terms with one rarity each")
     # Plain arrays over the same memory: each look-up in a memory map costs microseconds more.
     return Vocabulary(np.asarray(hashes), np.asarray(idf))
@@ -225,9 +226,9 @@ def _read_postings(folder: Path, kind: str, num_terms: int, num_rows: int) -> An
     rows = read_array(folder / f"{kind}_rows.npy", np.int32, mapped=True)
     values = read_array(folder / f"{kind}_values.npy", np.float32, mapped=True)
     check_offsets(offsets, num_terms, len(values))
-    # A product does not check where it writes.
-    fits = are_ids(rows, num_rows) and len(rows) == len(values)
-    if not fits or not np.isfinite(values).all():
+    # Rows are checked here, because a product of sparse matrices does not check where it writes.
+    are_values = len(rows) == len(values) and np.isfinite(values).all()
+    if not are_ids(rows, num_rows) or not are_values:
         raise ValueError(f"expected rows below {num_rows} with one value each")
     arrays = (np.asarray(values), np.asarray(rows), np.asarray(offsets))
     return sp.csr_matrix(arrays, shape=(num_terms, num_rows), copy=False)
