@@ -1,4 +1,4 @@
-"""New raw files after the rows of a corpus: what `prepare --append` reads and what it keeps.
+"""Appends new raw files to a corpus: what `prepare --append` reads and what it keeps.
 
 Rows keep their places and labels their ids: new rows follow the old ones. Files whose shards are
 full are linked. The last shard of a split, which may have room, is packed again: its rows come
@@ -116,7 +116,7 @@ class AppendedFiles(RawFiles):
         return 0
 
     def _open(self) -> Corpus:
-        # In a task of Ray Data this is another process than the one that has verified the corpus.
+        # A task of Ray Data opens the corpus in its own process. The driver has verified it before.
         return Corpus.open(self.corpus, verify=False)
 
     def unfinished(self, split: str) -> Int64Array:
@@ -134,11 +134,11 @@ class AppendedFiles(RawFiles):
         texts = split.texts(rows)
         positives = split.positives(rows)
         relevance = self._unfinished_relevance(split.name, len(rows))
-        for place in range(len(rows)):
+        for place, (uid, text) in enumerate(zip(uids, texts, strict=True)):
             label_ids = tuple(positives[place].tolist())
             # Filter pairs name rows of the new file. Negative numbers keep them off these rows.
             row = place - len(rows)
-            yield Row(uids[place], texts[place], label_ids, relevance[place], row)
+            yield Row(uid, text, label_ids, relevance[place], row)
 
     def _unfinished_relevance(self, split: str, num_rows: int) -> list[tuple[float, ...] | None]:
         """The relevance of each query's positives in the shard that is not full, as in `Row`."""
@@ -159,6 +159,7 @@ class AppendedFiles(RawFiles):
         source_ids = self.label_ids[new_ids]
         order = np.argsort(source_ids)
         label_ids = tuple(source_ids[order].tolist())
+        # Each grade stays with its label.
         relevance = query.relevance
         if relevance is not None:
             relevance = tuple(relevance[place] for place in order)
@@ -310,6 +311,7 @@ def continued_writer(
     for reason in _COUNTED_ANEW:
         writer.odd.pop(reason, None)
     writer.earlier_rejected = rejected_rows(corpus.path, card)
+    # New labels have the ids after those of the corpus; there may be none.
     num_labels = max(card.num_labels, int(source.label_ids.max()) + 1)
     for name in _SPLITS:
         old = Split(corpus.path, name, card)
@@ -342,6 +344,7 @@ def _continue_split(writer: CorpusWriter, source: AppendedFiles, old: Split) -> 
         # The card has no average of test queries.
         return
     average_name = "tokens per label" if name == "labels" else "tokens per training query"
+    # The card has the average alone; times the rows it is the sum again, but for rounding.
     num_tokens = round(card.averages[average_name] * len(old))
     num_packed_again = len(old.tokens(unfinished).values)
     writer.num_tokens[name] = num_tokens - num_packed_again
@@ -353,13 +356,14 @@ def _removed_labels(corpus: Corpus, new: RawFiles) -> Int64Array:
     if not path.is_file():
         return corpus.removed_labels
     with readable(f"{path} cannot be read", 'write {"uid": ...} a line', DataError):
-        uids = set()
+        removed_uids = set()
         for line in path.read_text(encoding="utf-8").split("\n"):
             if line:
-                uids.add(str(json.loads(line)["uid"]))
+                record = json.loads(line)
+                removed_uids.add(str(record["uid"]))
     removed_ids = set(corpus.removed_labels.tolist())
     for source_id, uid in _labels_by_id(corpus):
-        if uid in uids:
+        if uid in removed_uids:
             removed_ids.add(source_id)
     if len(removed_ids) == corpus.card.num_labels:
         raise DataError(f"{path} names all labels of {corpus.path}, expected some to be left")
@@ -369,8 +373,7 @@ def _removed_labels(corpus: Corpus, new: RawFiles) -> Int64Array:
 def _odd_rows(split: Split, rows: Int64Array) -> Counter[str]:
     """What the packing of some rows of a split counts as odd."""
     odd: Counter[str] = Counter()
-    num_empty = sum(not text.strip() for text in split.texts(rows))
-    odd[f"{split.name}: no text"] = num_empty
+    odd[f"{split.name}: no text"] = sum(not text.strip() for text in split.texts(rows))
     if split.name != "labels":
         num_positives = split.positives(rows).lengths
         odd[f"{split.name}: no positives"] = int((num_positives == 0).sum())
@@ -395,8 +398,8 @@ def _positives_by_label(split: Split, num_rows: int, num_labels: int) -> Int64Ar
 def rejected_rows(folder: Path, card: Card) -> Iterator[tuple[str, BadRow]]:
     """Split and reason of each row that was left out of a corpus.
 
-    They are read one after the other: no more than the card counts, and of a line no more than a row
-    can need.
+    They are read one after the other, at most as many as the card counts, and at most as much of a
+    line as a row can need.
 
     Raises:
         DataError: the file is malformed, or has another number of rows than the card says.

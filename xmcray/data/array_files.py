@@ -73,18 +73,21 @@ class ArrayFiles:
             return
         self._parts.mkdir(parents=True, exist_ok=True)
         for value_suffix, offset_suffix in zip(VALUE_SUFFIXES, OFFSET_SUFFIXES, strict=True):
-            path = folder / f"{shard_stem(number)}.{value_suffix}.npy"
+            value_path = folder / f"{shard_stem(number)}.{value_suffix}.npy"
             # Label texts have no labels.
-            if not path.is_file():
+            if not value_path.is_file():
                 continue
             offset_path = folder / f"{shard_stem(number)}.{offset_suffix}.npy"
-            offsets = read_array(offset_path, np.int64, mapped=True)[: num_rows + 1]
-            dtype = array_header(path, VALUE_TYPES).dtype
-            values = read_array(path, dtype, mapped=True)[: offsets[-1]]
+            all_offsets = read_array(offset_path, np.int64, mapped=True)
+            offsets = all_offsets[: num_rows + 1]
+            dtype = array_header(value_path, VALUE_TYPES).dtype
+            all_values = read_array(value_path, dtype, mapped=True)
+            values = all_values[: offsets[-1]]
             stem = shard_stem(first_shard)
             np.save(self._parts / f"{stem}.{offset_suffix}.npy", offsets)
             np.save(self._parts / f"{stem}.{value_suffix}.npy", values)
-        # They are one part, so the file is complete when all shards are there: at the end.
+        # Several shards wait as one part. So `add` never counts enough parts to join this file, and
+        # `finish` joins it.
         self._waiting[number] = [first_shard]
 
     def finish(self) -> None:
@@ -97,7 +100,8 @@ class ArrayFiles:
     def _join(self, number: int) -> None:
         shards = sorted(self._waiting.pop(number))
         for suffix in ARRAY_SUFFIXES:
-            parts = [self._parts / f"{shard_stem(shard)}.{suffix}.npy" for shard in shards]
+            names = [f"{shard_stem(shard)}.{suffix}.npy" for shard in shards]
+            parts = [self._parts / name for name in names]
             # Label texts have no labels, and most corpora no side vectors.
             if not parts[0].is_file():
                 continue
@@ -118,8 +122,10 @@ def _join_values(
     """Writes the values of all parts, one part after another."""
     headers = [array_header(part, dtypes, ndim) for part in parts]
     num_values = sum(header.shape[0] for header in headers)
+    # Vectors have a second axis, their width, which is the same in all parts.
+    _, *other_axes = headers[0].shape
     with out.open("wb") as file:
-        _write_header(file, headers[0].dtype, (num_values, *headers[0].shape[1:]))
+        _write_header(file, headers[0].dtype, (num_values, *other_axes))
         for part, header in zip(parts, headers, strict=True):
             with part.open("rb") as source:
                 source.seek(header.start)
@@ -128,12 +134,17 @@ def _join_values(
 
 def _join_offsets(parts: list[Path], out: Path) -> None:
     """Writes the offsets of the rows of all parts: those of a part count from its first value."""
-    num_rows = sum(array_header(part, (np.int64,)).shape[0] - 1 for part in parts)
+    num_rows = 0
+    for part in parts:
+        num_offsets = array_header(part, (np.int64,)).shape[0]
+        num_rows += num_offsets - 1
     with out.open("wb") as file:
         _write_header(file, np.dtype(np.int64), (num_rows + 1,))
+        first_offset = np.zeros(1, np.int64)
+        file.write(first_offset.tobytes())
         num_values = 0
-        file.write(np.zeros(1, np.int64).tobytes())
         for part in parts:
+            # The first offset of a part is the end of the part before.
             ends = read_array(part, np.int64)[1:] + num_values
             file.write(ends.tobytes())
             num_values = int(ends[-1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,8 @@ def read_array(path: Path, dtype: npt.DTypeLike, ndim: int = 1, mapped: bool = F
         OSError, ValueError, EOFError: as `array_header`.
     """
     array_header(path, (dtype,), ndim)
-    array: Array = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+    mode: Literal["r"] | None = "r" if mapped else None
+    array: Array = np.load(path, mmap_mode=mode, allow_pickle=False)
     return array
 
 
@@ -62,10 +63,10 @@ def array_header(path: Path, dtypes: tuple[npt.DTypeLike, ...], ndim: int = 1) -
         read_header = _HEADER_READERS[np.lib.format.read_magic(file)]
         shape, is_fortran, dtype = read_header(file)
         start = file.tell()
-    wanted = [np.dtype(accepted) for accepted in dtypes]
-    if dtype not in wanted or len(shape) != ndim or is_fortran:
-        wanted_names = " or ".join(map(str, wanted))
-        raise ValueError(f"found {dtype} {shape}, expected {wanted_names} with {ndim} axes")
+    accepted_types = [np.dtype(accepted) for accepted in dtypes]
+    if dtype not in accepted_types or len(shape) != ndim or is_fortran:
+        expected = " or ".join(map(str, accepted_types))
+        raise ValueError(f"found {dtype} {shape}, expected {expected} with {ndim} axes")
     num_bytes = path.stat().st_size - start
     expected_bytes = math.prod(shape) * dtype.itemsize
     # A negative number of rows would be taken for "as many as there are".
@@ -77,9 +78,10 @@ def array_header(path: Path, dtypes: tuple[npt.DTypeLike, ...], ndim: int = 1) -
 
 def check_offsets(offsets: Array, num_rows: int, num_values: int) -> None:
     """Raises ValueError unless `num_rows` rows divide all of `num_values` values among them."""
-    has_ends = offsets.shape == (num_rows + 1,) and offsets[0] == 0 and offsets[-1] == num_values
+    has_all_rows = offsets.shape == (num_rows + 1,)
+    has_all_values = has_all_rows and offsets[0] == 0 and offsets[-1] == num_values
     is_ascending = np.all(np.diff(offsets) >= 0)
-    if not has_ends or not is_ascending:
+    if not has_all_values or not is_ascending:
         raise ValueError(f"the offsets are not those of {num_rows} rows of {num_values} values")
 
 

@@ -83,21 +83,26 @@ class HubTables:
             DataError: the data set cannot be opened.
         """
         tables = self._open(progress)
+        has_label_table = "labels" in tables
         # Label names in the order in which they are met; a dictionary keeps it.
         label_uids: dict[str, None] = {}
         schema = pa.schema(_QUERY_FIELDS)
         if self.columns.relevance:
-            schema = schema.append(pa.field("relevance", pa.list_(pa.float64())))
+            grades = pa.list_(pa.float64())
+            schema = schema.append(pa.field("relevance", grades))
         with disk_errors(folder):
             for split in ("train", "test"):
-                if split in tables:
-                    batches = self._queries(tables[split], split, "labels" in tables, label_uids)
-                    _write(folder / f"{split}.parquet", schema, batches)
-            # Without a table of labels, a label's name is its text.
-            names = list(label_uids)
-            labels: Iterable[Mapping[str, Any]] = [{"uid": names, "text": names}]
-            if "labels" in tables:
+                if split not in tables:
+                    continue
+                queries = self._queries(tables[split], split, has_label_table, label_uids)
+                _write(folder / f"{split}.parquet", schema, queries)
+            labels: Iterable[Mapping[str, Any]]
+            if has_label_table:
                 labels = self._labels(tables["labels"])
+            else:
+                # A label's name is its text.
+                names = list(label_uids)
+                labels = [{"uid": names, "text": names}]
             _write(folder / "labels.parquet", _LABEL_SCHEMA, labels)
 
     def _open(self, progress: bool) -> dict[str, Any]:
@@ -125,8 +130,9 @@ class HubTables:
         with _progress_bars(progress), readable(failure, remedy, DataError):
             splits = self.splits
             if splits is None:
-                has_test = "test" in builder_of(self.configuration).info.splits
-                splits = {split: split for split in SPLITS[: 1 + has_test]}
+                splits = {"train": "train"}
+                if "test" in builder_of(self.configuration).info.splits:
+                    splits["test"] = "test"
             tables = {}
             for name, split in splits.items():
                 configuration, _, part = split.rpartition("/")
@@ -168,16 +174,19 @@ class HubTables:
         names = getattr(_item(table.features[columns.labels]), "names", None)
         # All names of a ClassLabel are labels, also those of no query.
         label_uids.update(dict.fromkeys(names or ()))
-        named = (*text_columns, columns.labels, columns.uid, columns.relevance)
-        wanted = sorted({column for column in named if column})
+        optional_columns = [column for column in (columns.uid, columns.relevance) if column]
+        columns_read = sorted({*text_columns, columns.labels, *optional_columns})
         first_row = 0
-        for batch in table.select_columns(wanted).iter(_BATCH_ROWS):
+        for batch in table.select_columns(columns_read).iter(_BATCH_ROWS):
             labels = [_label_uids(cell, names) for cell in batch[columns.labels]]
             for row_labels in labels:
                 label_uids.update(dict.fromkeys(row_labels))
-            rows: dict[str, list[Any]] = {"text": _texts(batch, text_columns), "labels": labels}
+            rows: dict[str, list[Any]] = {}
+            rows["text"] = _texts(batch, text_columns)
+            rows["labels"] = labels
             if columns.relevance:
                 rows["relevance"] = [_as_list(cell) for cell in batch[columns.relevance]]
+            # Rows without a uid are numbered through all batches.
             numbers = range(first_row, first_row + len(labels))
             uids = batch[columns.uid] if columns.uid else numbers
             rows["uid"] = [str(uid) for uid in uids]
@@ -191,8 +200,8 @@ class HubTables:
         self._check(table, "labels", "label_uid", uid_column, ("string", "int"))
         for column in text_columns:
             self._check(table, "labels", "label_text", column, ("string",))
-        wanted = sorted({uid_column, *text_columns})
-        for batch in table.select_columns(wanted).iter(_BATCH_ROWS):
+        columns_read = sorted({uid_column, *text_columns})
+        for batch in table.select_columns(columns_read).iter(_BATCH_ROWS):
             uids = [str(uid) for uid in batch[uid_column]]
             yield {"uid": uids, "text": _texts(batch, text_columns)}
 
@@ -216,13 +225,14 @@ class HubTables:
             lists: whether lists of them are allowed too.
         """
         if column not in table.features:
-            found = ", ".join(table.features)[:200]
+            column_names = ", ".join(table.features)[:200]
             raise ConfigError(
-                f"{self.source} has no column {column!r} for {split} (found: {found}); name it with"
+                f"{self.source} has no column {column!r} for {split} (found: {column_names}); name it with"
                 f" --columns {option}=COLUMN"
             )
         feature = table.features[column]
         item = _item(feature) if lists else feature
+        # A ClassLabel holds integers, and the names that they stand for.
         kind = "class" if hasattr(item, "names") else str(getattr(item, "dtype", ""))
         # "large_string" is a string too.
         if not kind.removeprefix("large_").startswith(kinds):

@@ -105,8 +105,8 @@ def side_width(folder: Path, splits: Sequence[str]) -> int:
         if vectors is not None:
             widths[split] = vectors.width
     if len(set(widths.values())) > 1:
-        found = ", ".join(f"{split} {width}" for split, width in widths.items())
-        raise DataError(f"{folder} has side vectors of several widths ({found}), expected one")
+        by_split = ", ".join(f"{split} {width}" for split, width in widths.items())
+        raise DataError(f"{folder} has side vectors of several widths ({by_split}), expected one")
     missing = [split for split in splits if split not in widths]
     if missing and len(missing) < len(splits):
         raise DataError(

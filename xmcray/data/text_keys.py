@@ -108,7 +108,9 @@ def _num_distinct(keys: Keys) -> int:
     num_repeated = 0
     for start in range(1, len(keys), _KEYS_AT_ONCE):
         stop = min(start + _KEYS_AT_ONCE, len(keys))
-        is_repeated = keys[start:stop] == keys[start - 1 : stop - 1]
+        # Equal keys lie next to each other, so a repeated one equals the key before it.
+        previous_keys = keys[start - 1 : stop - 1]
+        is_repeated = keys[start:stop] == previous_keys
         num_repeated += int(is_repeated.sum())
     return len(keys) - num_repeated
 

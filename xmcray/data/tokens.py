@@ -250,7 +250,8 @@ def train_wordpiece(
             "the corpus has no text to train a tokenizer on; choose --tokenizer MODEL or add texts"
         )
     # "##a" is the letter a inside a word. Punctuation is always a word of its own.
-    inner = [f"##{letter}" for letter in alphabet if unicodedata.category(letter)[0] != "P"]
+    letters = [letter for letter in alphabet if unicodedata.category(letter)[0] != "P"]
+    inner = [f"##{letter}" for letter in letters]
     first_tokens = [PAD, UNKNOWN, *alphabet, *inner]
     trained = _wordpiece_backend({}, normalizer)
     trainer = trainers.WordPieceTrainer(
@@ -330,7 +331,7 @@ def from_transformer(
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         files = _library_files(Path(folder))
-    made = TextTokenizer(
+    text_tokenizer = TextTokenizer(
         files,
         kind="transformer",
         pad_id=pad_id,
@@ -339,8 +340,8 @@ def from_transformer(
         query_prompt=prompts["query"] if query_prompt is None else query_prompt,
         label_prompt=prompts["document"] if label_prompt is None else label_prompt,
     )
-    made.check_prompts()
-    return made
+    text_tokenizer.check_prompts()
+    return text_tokenizer
 
 
 def declared_prompts(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -408,8 +409,9 @@ def _probe_hub(name: str) -> None:
     endpoint = urllib.parse.urlsplit(hub.ENDPOINT)
     proxy = urllib.request.getproxies().get(endpoint.scheme)
     target = urllib.parse.urlsplit(proxy) if proxy else endpoint
+    address = (target.hostname or "", target.port or 443)
     try:
-        socket.create_connection((target.hostname or "", target.port or 443), timeout=3).close()
+        socket.create_connection(address, timeout=3).close()
         if proxy:  # the proxy may answer although the hub does not
             url = f"{hub.ENDPOINT}/{name}/resolve/main/config.json"
             urllib.request.urlopen(url, timeout=5).close()

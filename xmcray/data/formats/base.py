@@ -263,9 +263,12 @@ def check_labels(ids: list[int], relevance: Sequence[float] | None, num_labels: 
         raise BadValue(f"{len(relevance)} relevance values for {len(ids)} labels")
     if relevance.count(1.0) == len(relevance):
         return unique, None
+    # A label that is listed twice has the larger of its numbers.
     best: dict[int, float] = {}
     for label, value in zip(ids, relevance, strict=True):
-        if type(value) not in (int, float) or not -_MAX_FLOAT32 <= value <= _MAX_FLOAT32:
+        is_number = type(value) in (int, float)
+        # NaN is in no range.
+        if not is_number or not -_MAX_FLOAT32 <= value <= _MAX_FLOAT32:
             raise BadValue(f"relevance {str(value)[:40]} of label {label} is not a finite number")
         best[label] = max(float(value), best.get(label, -_MAX_FLOAT32))
     return unique, tuple(best[label] for label in unique)

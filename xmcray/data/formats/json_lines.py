@@ -146,7 +146,7 @@ class RowParser:
         if not labels:
             return (), None
         relevance = record.get(fields.relevance)
-        if type(labels) is not list or not (relevance is None or type(relevance) is list):
+        if type(labels) is not list or type(relevance) not in (list, type(None)):
             raise BadValue(f"{fields.labels} or {fields.relevance} is not a list")
         # Nearly all files have integers, which need no look-up. (bool is another type than int.)
         if fields.labels_are_uids or set(map(type, labels)) != {int}:

@@ -49,9 +49,12 @@ def _base64_fragments(key: bytes) -> list[bytes]:
     and last characters of a fragment also depend on the neighbouring bytes and are cut off.
     """
     fragments = []
-    for shift, cut in enumerate((0, 2, 3)):
-        encoded = base64.b64encode(bytes(shift) + key)
-        fragments.append(encoded[cut:-4])
+    # Of the first characters, so many depend on 0, 1 or 2 bytes before the key.
+    num_cut_by_shift = (0, 2, 3)
+    for shift, num_cut in enumerate(num_cut_by_shift):
+        zeros = bytes(shift)
+        encoded = base64.b64encode(zeros + key)
+        fragments.append(encoded[num_cut:-4])
     return fragments
 
 
@@ -128,9 +131,9 @@ def _parquet_batches(path: Path, more: tuple[str, ...]) -> Iterator[Any]:
 
 def _known_columns(schema: Any, more: tuple[str, ...] = ()) -> list[str]:
     """Columns to read, each once: a schema may repeat a name."""
-    known = {*_COLUMNS, *more}
+    known_names = {*_COLUMNS, *more}
     distinct_names = dict.fromkeys(schema.names)
-    return [name for name in distinct_names if name in known]
+    return [name for name in distinct_names if name in known_names]
 
 
 def _arrow_batches(path: Path) -> Iterator[Any]:
@@ -226,8 +229,9 @@ def _dataset_files(folder: Path, pattern: str) -> list[Path]:
 
 _PARQUET_KIND = FileKind(_parquet_files, read_rows, count_rows)
 _ARROW_KIND = FileKind(_dataset_files, _read_arrow, _count_arrow)
-_FILE_KEYS = ("train", "test", "labels")
-PARQUET = Records(
-    _PARQUET_KIND, {key: f"{key}.parquet|{key}/*.parquet|{key}-*.parquet" for key in _FILE_KEYS}
-)
-HUGGINGFACE = Records(_ARROW_KIND, {key: f"{key}/state.json" for key in _FILE_KEYS})
+_PARQUET_PATTERNS = {
+    key: f"{key}.parquet|{key}/*.parquet|{key}-*.parquet" for key in ("train", "test", "labels")
+}
+_STATE_FILES = {key: f"{key}/state.json" for key in _PARQUET_PATTERNS}
+PARQUET = Records(_PARQUET_KIND, _PARQUET_PATTERNS)
+HUGGINGFACE = Records(_ARROW_KIND, _STATE_FILES)

@@ -81,7 +81,8 @@ def _feature_texts(matrix: Matrix, folder: Path) -> TextFile:
         falling_weights = [-weight for weight in weights]
         words = []
         for _, index in sorted(zip(falling_weights, ids, strict=True)):
-            words.append(names[index] if index < len(names) else f"f{index}")
+            word = names[index] if index < len(names) else f"f{index}"
+            words.append(word)
         return check_text(" ".join(words))
 
     return TextFile(matrix.path, parsed(matrix.rows, text), matrix.first_line)
@@ -194,9 +195,10 @@ class Lines:
             matrix = self._label_matrix(folder, "train")
             no_texts = TextFile(matrix.path, repeat("", matrix.shape[1]), 1)
             return _label_rows(no_texts, on_bad)
-        header = next(read_lines(files[0]), b"").split()
+        first_line = next(read_lines(files[0]), b"").split()
+        is_header = len(first_line) == 2 and all(word.isdigit() for word in first_line)
         # Labels of a layout with features are a matrix if the first line is the header of one.
-        if self.features and len(header) == 2 and all(word.isdigit() for word in header):
+        if self.features and is_header:
             return _label_rows(_feature_texts(open_matrix(files[0]), folder), on_bad)
         return _label_rows(_text_lines(files[0]), on_bad)
 
