@@ -57,8 +57,9 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
         arguments[key] = _convert(hints[key], value, name)
     for name, field in fields.items():
         # A default can also come from a factory, as for a section.
-        is_required = field.default is field.default_factory is dataclasses.MISSING
-        if is_required and name not in arguments:
+        has_value = field.default is not dataclasses.MISSING
+        has_factory = field.default_factory is not dataclasses.MISSING
+        if name not in arguments and not has_value and not has_factory:
             raise ConfigError(f"setting {where + name!r} is required and was not given")
     return kind(**arguments)
 
@@ -354,20 +355,28 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
             converted_key = _convert(key_hint, key, name)
             converted[converted_key] = _convert(item_hint, item, f"{name}.{key}")
         return converted
+    if hint in (int, float):
+        return _convert_number(hint, value, name)
+    if origin is None and isinstance(value, hint):
+        return value
+    expected = getattr(hint, "__name__", hint)
+    raise ConfigError(f"{name} is {value!r}, expected {expected}")
+
+
+def _convert_number(hint: type[int] | type[float], value: Any, name: str) -> int | float:
+    """`value` as an integer or a float."""
     # bool is a subclass of int in Python, but `true` is no number for a user.
-    if hint is float and not isinstance(value, bool):
+    if isinstance(value, bool) or (hint is int and not isinstance(value, int)):
+        raise ConfigError(f"{name} is {value!r}, expected {hint.__name__}")
+    if hint is float:
         try:
             return float(value)
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"{name} is {value!r}, expected a number") from None
-    is_bool_for_int = hint is int and isinstance(value, bool)
     # Larger ones than 64 bits overflow in libraries.
-    if hint is int and isinstance(value, int) and abs(value) > MAX_INT:
+    if abs(value) > MAX_INT:
         raise ConfigError(f"{name} is an integer beyond 64 bits, expected a smaller one")
-    if origin is None and isinstance(value, hint) and not is_bool_for_int:
-        return value
-    expected = getattr(hint, "__name__", hint)
-    raise ConfigError(f"{name} is {value!r}, expected {expected}")
+    return int(value)
 
 
 def _convert_union(hint: Any, value: Any, name: str) -> Any:

@@ -320,16 +320,21 @@ class GradedNdcg:
         ideal = np.zeros((len(truth), width))
         # By query, then the largest grade first: places in the rows are the same after sorting.
         order = np.lexsort((-grades, truth.row_ids))
-        is_first = truth.places < width
         sorted_grades = grades[order]
-        ideal[truth.row_ids[is_first], truth.places[is_first]] = sorted_grades[is_first]
+        is_first = truth.places < width
+        row_of_first = truth.row_ids[is_first]
+        place_of_first = truth.places[is_first]
+        ideal[row_of_first, place_of_first] = sorted_grades[is_first]
         first_ids = top.ids[:, :width]
-        num_ids = 1 + int(max(top.ids.max(initial=0), truth.values.max(initial=0)))
+        largest_answer = int(top.ids.max(initial=0))
+        largest_positive = int(truth.values.max(initial=0))
+        num_ids = 1 + max(largest_answer, largest_positive)
         is_hit = relevant(first_ids, truth, num_ids)
         # Every hit is a positive, whose place among all positives is that of its grade.
         hit_pairs = pairs_of(first_ids, num_ids)[is_hit]
         hit_places = np.searchsorted(truth.pairs(num_ids), hit_pairs)
         gains = np.zeros((len(truth), width))
+        # There may be fewer answers than columns; a view of the first columns is as wide as they are.
         gains[:, : first_ids.shape[1]][is_hit] = grades[hit_places]
         counts = ideal[:, 0] > 0
         self._num_queries += int(counts.sum())

@@ -34,19 +34,21 @@ def metrics_table(runs: Mapping[str, StoredMetrics]) -> Table:
         cells = [_with_interval(run, metric) for run in runs.values()]
         table.add_row(Text(metric), *cells)
     # Runs of other people may use other constants; then their PSP is another number.
-    constants = []
-    for run in runs.values():
-        constant = "-"
-        if "A" in run:
-            constant = f"{run['A']:g}, {run['B']:g}"
-        constants.append(constant)
-        # The first run that counts its queries is the one measured.
-        if table.caption is None and "queries" in run:
-            # Short lines: a caption wraps at the width of its table, which may be narrow.
-            counted = num_queries(run, "queries")
-            table.caption = Text(f"{counted}\n[95 % bootstrap interval]")
+    constants = [_psp_constants(run) for run in runs.values()]
     table.add_row("A, B of PSP", *constants)
+    # The first run that counts its queries is the one measured.
+    counting_runs = [run for run in runs.values() if "queries" in run]
+    if counting_runs:
+        # Short lines: a caption wraps at the width of its table, which may be narrow.
+        counted = num_queries(counting_runs[0], "queries")
+        table.caption = Text(f"{counted}\n[95 % bootstrap interval]")
     return table
+
+
+def _psp_constants(run: StoredMetrics) -> str:
+    if "A" not in run:
+        return "-"
+    return f"{run['A']:g}, {run['B']:g}"
 
 
 def num_queries(run: StoredMetrics, what: str) -> str:
@@ -184,7 +186,8 @@ def parts_table(
         num_queries: held-out queries on which all of this was measured.
     """
     title = f"{num_queries:,} held-out queries"
-    table = _table(title, "answers", "weight", *(f"{name} %" for name in fused), "p")
+    metric_columns = [f"{name} %" for name in fused]
+    table = _table(title, "answers", "weight", *metric_columns, "p")
     table.add_row("fused", "", *_percents(fused), "")
     for part, values in alone.items():
         table.add_row(f"{part} alone", "", *_percents(values), "")
@@ -237,17 +240,18 @@ def _table(title: str, first: str, *others: str) -> Table:
 
 def metric_names(*runs: StoredMetrics) -> list[str]:
     """The metrics that some run has: main, graded, coverage, and macro-F1 of each segment."""
-    present = set().union(*runs)
+    stored_names = set().union(*runs)
     graded = [f"graded nDCG@{k}" for k in CUTOFFS]
-    in_order = [name for name in (*MAIN_METRICS, *graded) if name in present]
-    of_labels = [name for name in present if name.startswith(("coverage", "macroF1"))]
-    return in_order + sorted(of_labels)
+    of_queries = [name for name in (*MAIN_METRICS, *graded) if name in stored_names]
+    of_labels = [name for name in stored_names if name.startswith(("coverage", "macroF1"))]
+    return of_queries + sorted(of_labels)
 
 
 def _with_interval(run: StoredMetrics, metric: str) -> str:
     """A metric in percent, with its interval if the run has one."""
     value = percent(run.get(metric))
-    interval = (run.get("intervals") or {}).get(metric)
+    intervals = run.get("intervals") or {}
+    interval = intervals.get(metric)
     if not interval:
         return value
     low, high = interval

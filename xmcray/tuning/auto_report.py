@@ -117,14 +117,15 @@ def _parts(result: Result) -> _Table:
     rows = []
     for test in choice["tests"]:
         weight = f"{test['weight']:g}"
-        rows.append([test["part"], weight, *_percents(test["without"]), _p_value(test)])
+        metrics_without = _percents(test["without"])
+        rows.append([test["part"], weight, *metrics_without, _p_value(test)])
     without = [f"{metric} without" for metric in METRICS]
     columns = ["part", "weight", *without, "p"]
-    reached = " / ".join(_percents(choice["metrics"]))
-    refitted = ", ".join(result["bundle"]["refitted"])
+    metrics = " / ".join(_percents(choice["metrics"]))
+    refitted = ", ".join(result["bundle"]["refitted"]) or "none"
     note = (
-        f"With all parts that have a weight: {reached} on {choice['queries']:,} held-out queries. p:"
-        f" of the answers without the part. Trained once more on all queries: {refitted or 'none'}."
+        f"With all parts that have a weight: {metrics} on {choice['queries']:,} held-out queries. p:"
+        f" of the answers without the part. Trained once more on all queries: {refitted}."
     )
     return _Table("Parts of the bundle", columns, rows, note)
 
@@ -177,6 +178,7 @@ def _more_time(result: Result) -> _Table:
     for trial in result["trials"]:
         state = trial["state"]
         message = trial["message"]
+        # The search stopped such a trial because the rest would have taken too long.
         is_slow = state == "stopped" and message.startswith("it needs")
         if is_slow or state == "unfinished":
             rows.append(_candidate_cells(trial, message or "was not done in time"))

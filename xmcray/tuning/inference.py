@@ -226,9 +226,9 @@ def sweep_bundle(
         best = max(setting.metrics[metric] for setting in settings)
         lowest = best - TOLERATED_LOSS
         # False sorts before True, so the good ones come first, and the fastest of them leads.
-        settings.sort(key=lambda s: (s.metrics[metric] < lowest, -s.queries_per_s))
+        settings.sort(key=lambda each: (each.metrics[metric] < lowest, -each.queries_per_s))
     else:
-        settings.sort(key=lambda s: -s.metrics[metric])
+        settings.sort(key=lambda each: -each.metrics[metric])
     return BundleSweep(space, metric, settings, _unchanged_metrics(held_out))
 
 

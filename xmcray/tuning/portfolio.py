@@ -67,7 +67,9 @@ def candidates(corpus: Corpus, methods: Sequence[str] = DEFAULT_METHODS) -> list
     for method, rank, is_other_encoder in _order(methods):
         preset = presets[rank]
         candidate = _candidate(method, preset, is_other_encoder, has_transformer)
-        if all((candidate.method, candidate.values) != (c.method, c.values) for c in chosen):
+        # Presets of several sets may be equal.
+        settings = (candidate.method, candidate.values)
+        if all(settings != (other.method, other.values) for other in chosen):
             chosen.append(candidate)
     return chosen
 
@@ -77,7 +79,10 @@ def nearest_presets(num_labels: int, num_train: int) -> list[str]:
 
     def distance(name: str) -> float:
         labels, queries = SET_SIZES[name]
-        return abs(math.log(num_labels / labels)) + abs(math.log(num_train / queries))
+        # Ten times more is as far away as ten times less.
+        label_distance = abs(math.log(num_labels / labels))
+        query_distance = abs(math.log(num_train / queries))
+        return label_distance + query_distance
 
     return sorted(SET_SIZES, key=distance)
 

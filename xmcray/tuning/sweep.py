@@ -129,8 +129,9 @@ class Trial:
         """Metric and epoch of its best validation, the earlier of equal ones."""
         if self.state == "failed" or not self.curve:
             return None
-        epoch, score = max(self.curve, key=lambda point: (point[1], -point[0]))
-        return score, epoch
+        # The negative epoch: of equal scores, the earlier epoch is the maximum.
+        score, negative_epoch = max((score, -epoch) for epoch, score in self.curve)
+        return score, -negative_epoch
 
     @property
     def score(self) -> float | None:
