@@ -115,8 +115,9 @@ def _check_fields(path: str | Path, values: Mapping[str, Any]) -> None:
 
     validator = jsonschema.Draft7Validator(cluster_file_schema())
     errors = validator.iter_errors(values)
-    # The order of errors is not fixed; the first by field makes the message reproducible.
-    first = min(errors, key=lambda error: [str(part) for part in error.path], default=None)
+    # The order of errors is not fixed. That of their fields makes the message reproducible.
+    errors_by_field = sorted(errors, key=lambda error: [str(part) for part in error.path])
+    first = next(iter(errors_by_field), None)
     if first is not None:
         field = ".".join(str(part) for part in first.absolute_path) or "the file"
         raise ConfigError(f"{path}: {field}: {_reason(first.message)}; {_CLUSTER_EXAMPLE}")

@@ -98,11 +98,11 @@ def prepare(
     is_on_hub = str(source).startswith(hub.PREFIX)
     folder = hub.downloaded_folder(str(source)) if is_on_hub else Path(source)
     target = os.fspath(out)
-    given = {"format": format, "name": name, **options}
+    all_options = {"format": format, "name": name, **options}
     if append_to is not None:
-        return _append(folder, target, os.fspath(append_to), given, progress)
+        return _append(folder, target, os.fspath(append_to), all_options, progress)
     if is_corpus(folder):
-        _refuse_options(given, (), f"is for raw files, but {source} is a corpus")
+        _refuse_options(all_options, (), f"is for raw files, but {source} is a corpus")
         return regroup(folder, target)
     raw = detect(folder, format)
     refuse_existing(target)
@@ -154,7 +154,7 @@ def _append(
     source: Path,
     out: str,
     append_to: str,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     progress: bool,
 ) -> Corpus:
     """Writes a corpus that has the rows of another one and those of new raw files."""
@@ -162,26 +162,26 @@ def _append(
     from xmcray.data.formats import detect
     from xmcray.storage.artifact import open_artifact, refuse_existing
 
-    if given.get("on_leak") == "drop":
+    if options.get("on_leak") == "drop":
         raise ConfigError(
             "on_leak is drop, expected keep with rows that are appended, because earlier rows stay;"
             " leave it out"
         )
-    own = ("format", "on_error", "on_leak")
-    _refuse_options(given, own, f"is as in {append_to}, which the rows are appended to")
-    raw = detect(source, given["format"])
+    allowed = ("format", "on_error", "on_leak")
+    _refuse_options(options, allowed, f"is as in {append_to}, which the rows are appended to")
+    raw = detect(source, options["format"])
     refuse_existing(out)
     folder, manifest = open_artifact(append_to, KIND)
     corpus = Corpus(append_to, folder, manifest.sha256, verify=True)
     from xmcray.data import pipeline
 
-    on_error = given.get("on_error", "fail")
+    on_error = options.get("on_error", "fail")
     return pipeline.append(corpus, manifest, raw, out, on_error=on_error, progress=progress)
 
 
-def _refuse_options(given: Mapping[str, Any], allowed: Sequence[str], why: str) -> None:
-    """Raises ConfigError if an option was given that has no effect here."""
-    for name, value in given.items():
+def _refuse_options(options: Mapping[str, Any], allowed: Sequence[str], why: str) -> None:
+    """Raises ConfigError if an option was passed that has no effect here."""
+    for name, value in options.items():
         if value is not None and name not in allowed:
             raise ConfigError(f"{name} {why}; leave it out")
 

@@ -175,7 +175,7 @@ def _swap(
     _, wanted = open_artifact(after, KIND, contents=False)
     reader = text_of(token_file)
     with Client(url, token_file=reader, admin_token_file=text_of(admin_token_file)) as client:
-        models = [one for one in client.models() if model in (None, one.model)]
+        models = [info for info in client.models() if model in (None, info.model)]
         if not models:
             raise ConfigError(f"{url} has no model {model!r}; name one of its own")
         served = models[0].version

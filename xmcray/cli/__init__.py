@@ -121,7 +121,8 @@ def _run(arguments: list[str], sigterm: _Sigterm) -> int:
         sys.stdout.flush()  # a reader that has gone away is noticed here and not at exit
     except XmcrayError as error:
         # A message may quote a URL of the user, and logs are kept longer than terminals.
-        _print_last_line(credentials.mask(" ".join(str(error).split())), logging.ERROR)
+        message = " ".join(str(error).split())
+        _print_last_line(credentials.mask(message), logging.ERROR)
         return 2
     except KeyboardInterrupt as interrupt:
         # Ray raises a plain KeyboardInterrupt for both signals.

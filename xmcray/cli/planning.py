@@ -23,6 +23,8 @@ ARGUMENTS = (
     "price_per_hour",
     "probe",
 )
+# Properties of a plan that its JSON has too.
+_SUMS = ("worker_bytes", "step_seconds", "total_s")
 
 
 def plan_options(verb: argparse.ArgumentParser) -> None:
@@ -71,18 +73,15 @@ def plan_options(verb: argparse.ArgumentParser) -> None:
 
 def plan(options: argparse.Namespace) -> None:
     """Prints what a training takes, or refuses one that does not fit."""
-    made = api.plan(
-        options.method,
-        merged_settings(options),
-        **{name: getattr(options, name) for name in ARGUMENTS},
-    )
+    arguments = {name: getattr(options, name) for name in ARGUMENTS}
+    training_plan = api.plan(options.method, merged_settings(options), **arguments)
     if options.json:
-        sums = {name: getattr(made, name) for name in ("worker_bytes", "step_seconds", "total_s")}
-        show_json({**dataclasses.asdict(made), **sums})
+        sums = {name: getattr(training_plan, name) for name in _SUMS}
+        show_json({**dataclasses.asdict(training_plan), **sums})
         return
     from xmcray.planning.tables import tables
 
-    for part in tables(made):
+    for part in tables(training_plan):
         show(part)
 
 

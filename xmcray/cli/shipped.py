@@ -28,7 +28,8 @@ def files(options: argparse.Namespace) -> None:
     names = _names()
     if options.name is not None:
         prefix = options.name.rstrip("/")
-        chosen = [name for name in names if name == prefix or name.startswith(f"{prefix}/")]
+        # A file itself, or all files of a folder.
+        chosen = [name for name in names if f"{name}/".startswith(f"{prefix}/")]
         if not chosen:
             folders = {name.partition("/")[0] for name in names}
             raise ConfigError(config.unknown("file", prefix, [*sorted(folders), *names]))
@@ -48,8 +49,8 @@ def _names() -> list[str]:
     # In a checkout the folders are links, which rglob would not follow.
     for folder in _ROOT.iterdir():
         target = folder.resolve()
-        paths = [path for path in target.rglob("*") if path.is_file()]
-        names += [f"{folder.name}/{path.relative_to(target).as_posix()}" for path in paths]
+        paths = [path.relative_to(target) for path in target.rglob("*") if path.is_file()]
+        names += [f"{folder.name}/{path.as_posix()}" for path in paths]
     return sorted(name for name in names if "__pycache__" not in name)
 
 

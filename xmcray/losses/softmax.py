@@ -106,6 +106,7 @@ def soft_top_k(
     threshold_G = top_k_threshold(query_GD, column_UD, skipped, k, alpha, scale, widest=widest)
     positives = positives.to(query_GD.device)
     score_P = pair_scores(query_GD, column_UD, positives.rows, positives.columns) * scale
+    above_P = score_P + threshold_G[positives.rows]
     # -log(sigmoid(x)) = softplus(-x)
-    loss_P = F.softplus(-alpha * (score_P + threshold_G[positives.rows]), threshold=_LINEAR)
+    loss_P = F.softplus(-alpha * above_P, threshold=_LINEAR)
     return positives.weighted(loss_P).sum()

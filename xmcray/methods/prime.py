@@ -394,8 +394,9 @@ class Prime(Method):
         label_ids = np.arange(num_labels)
         for _, vectors in encoded_blocks(context, label_ids, context.label_tokens, self.head):
             if is_first:
-                text_LD[row : row + len(vectors)] = vectors.float().cpu().numpy()
-                row += len(vectors)
+                stop = row + len(vectors)
+                text_LD[row:stop] = vectors.float().cpu().numpy()
+                row = stop
         clusters = np.empty(0, np.int64)
         if is_first:
             clusters = balanced_clusters(text_LD, self.num_vectors, context.seed)

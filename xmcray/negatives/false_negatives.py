@@ -58,7 +58,9 @@ class Teacher(abc.ABC):
         is_label = query_ids >= num_train
         texts = np.empty(len(query_ids), object)
         texts[~is_label] = corpus.split("train").texts(query_ids[~is_label])
-        texts[is_label] = corpus.label_texts(corpus.label_order[query_ids[is_label] - num_train])
+        # Corpora name labels by source ids, training by internal ones.
+        internal_ids = query_ids[is_label] - num_train
+        texts[is_label] = corpus.label_texts(corpus.label_order[internal_ids])
         return list(texts)
 
 

@@ -35,9 +35,9 @@ class VersionChecks:
                 self.expect(folder)
             message = self._checks[folder.path].result()
             self._forget_before(folder.version)
-        for found in collectives.gather_objects(message):
-            if found is not None:
-                raise ShortlistError(found)
+        for message_of_rank in collectives.gather_objects(message):
+            if message_of_rank is not None:
+                raise ShortlistError(message_of_rank)
         return folder
 
     def _forget_before(self, version: int) -> None:

@@ -85,19 +85,18 @@ class QueryBlock:
         if types != {"ids": "int64", "vectors": "float32", "extra": "int64"}:
             raise ValueError(f"found {types}, expected ids, vectors and extra of a query block")
         block = cls(**arrays)
-        num_axes = (block.ids.ndim, block.vectors.ndim, block.extra.ndim)
-        if num_axes != (1, 2, 1) or not len(block.ids) == len(block.vectors) == len(block.extra):
+        has_axes = (block.ids.ndim, block.vectors.ndim, block.extra.ndim) == (1, 2, 1)
+        if not has_axes or not len(block.ids) == len(block.vectors) == len(block.extra):
             raise ValueError("ids, vectors and extra have different lengths")
         return block
 
     @classmethod
     def concatenate(cls, blocks: Sequence[QueryBlock]) -> QueryBlock:
         """Joins blocks, of which there is at least one."""
-        return cls(
-            np.concatenate([block.ids for block in blocks]),
-            np.concatenate([block.vectors for block in blocks]),
-            np.concatenate([block.extra for block in blocks]),
-        )
+        ids = np.concatenate([block.ids for block in blocks])
+        vectors = np.concatenate([block.vectors for block in blocks])
+        extra = np.concatenate([block.extra for block in blocks])
+        return cls(ids, vectors, extra)
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Returns the fields by name."""

@@ -79,7 +79,9 @@ class Int8Encoder(Encoder):
         self._hidden = int(encoder.model.config.hidden_size)
         config = encoder.model.config
         max_tokens = int(getattr(config, "max_position_embeddings", _TRIAL_TOKENS))
-        trial = Ragged.from_rows([np.arange(min(_TRIAL_TOKENS, max_tokens)) % config.vocab_size])
+        # The first tokens of the vocabulary, again from the first one if there are too few.
+        trial_tokens = np.arange(min(_TRIAL_TOKENS, max_tokens)) % config.vocab_size
+        trial = Ragged.from_rows([trial_tokens])
         with torch.inference_mode():
             expected_BD = encoder(trial)
         self._session = _session(encoder.model)

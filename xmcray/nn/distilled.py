@@ -106,7 +106,8 @@ def _texts_of_tokens(encoder: TransformerEncoder, tokenizer: TextTokenizer) -> R
     if own.convert_tokens_to_ids(vocabulary) == list(range(len(vocabulary))):
         # The transformer's own vocabulary: a token is itself, between the special tokens of a text.
         start, end = _special_tokens(own)
-        return Ragged.from_rows([[*start, token, *end] for token in range(len(vocabulary))])
+        texts = [[*start, token, *end] for token in range(len(vocabulary))]
+        return Ragged.from_rows(texts)
     rows = own(tokenizer.words(), truncation=True, max_length=tokenizer.max_len)["input_ids"]
     return Ragged.from_rows(rows)
 

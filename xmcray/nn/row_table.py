@@ -404,7 +404,8 @@ class _DecaySums:
         """float64 [U], what the updates after each row's last step leave of it."""
         # A difference of sums of logarithms is the logarithm of the product of the steps between.
         newest = self._sums[self._length - 1]
-        return torch.exp(newest - self._sums[last_step_U.long() - self.first_step])
+        at_last_step_U = self._sums[last_step_U.long() - self.first_step]
+        return torch.exp(newest - at_last_step_U)
 
     def of_rows(self, last_step_U: Tensor) -> Tensor:
         """float64 [U, 3] for a checkpoint: the sum up to each row's last step, and, the same for

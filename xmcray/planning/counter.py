@@ -160,6 +160,7 @@ class Counter(TorchDispatchMode):
         """Sparse gradients: one row of values for each index."""
         if "coo" in call.name:
             indices, values = _tensors(call.args)
+            # The one argument that is no tensor.
             (shape,) = (arg for arg in call.args if isinstance(arg, (list, torch.Size)))
             self._sparse[torch.Size(shape)] = indices, values
             return _on_meta(call).run()

@@ -106,7 +106,9 @@ def from_corpus(corpus: Corpus) -> DataSize:
     generator = draws.generator(0, "plan")
     rows = np.sort(random_sample(generator, card.num_train, _SAMPLED))
     labels = np.sort(random_sample(generator, card.num_labels, _SAMPLED))
-    texts = Ragged.concatenate([corpus.split("train").tokens(rows), corpus.label_tokens(labels)])
+    query_tokens = corpus.split("train").tokens(rows)
+    label_tokens = corpus.label_tokens(labels)
+    texts = Ragged.concatenate([query_tokens, label_tokens])
     counts_V = np.bincount(texts.values, minlength=card.vocab_size).astype(float)
     counts_L = corpus.train_counts.astype(float)
     return DataSize(

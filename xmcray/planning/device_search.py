@@ -116,7 +116,8 @@ class DeviceSearch:
         # On average, half of a product more would have fitted what is scored together.
         full = limits.scores - elements / products / 2
         # A round ends with scores that are not full, and the first round takes a quarter at once.
-        first_elements = self.queries * (list_rows + self.dim) + chunks * self.rows * self.dim
+        first_visits = self.queries * (list_rows + self.dim)
+        first_elements = first_visits + chunks * self.rows * self.dim
         batches = elements / full + num_rounds + 3 * first_elements / limits.scores
         return ListWork(
             scores=scores,

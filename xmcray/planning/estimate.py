@@ -417,7 +417,8 @@ def _advice(training: _Training, run_s: dict[str, float]) -> list[str]:
     if not negatives.refreshed or negatives.schedule == "eager":
         return []
     # A version is built in one epoch, for use in the next.
-    late_s = max(run_s[REFRESH], run_s.get(FIRST_REFRESH, 0.0)) - run_s[STEPS]
+    slowest_refresh_s = max(run_s[REFRESH], run_s.get(FIRST_REFRESH, 0.0))
+    late_s = slowest_refresh_s - run_s[STEPS]
     if late_s <= negatives.wait_s:
         return []
     hours = math.ceil(_CAUTION * late_s / 3600)

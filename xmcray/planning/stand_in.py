@@ -60,7 +60,8 @@ class StandInData:
         tokens = self._random_rows(means, self._token_sums)
         if not self.size.side_width:
             return tokens
-        return tokens.with_vectors(np.ones((len(tokens), self.size.side_width), np.float32))
+        vectors = np.ones((len(tokens), self.size.side_width), np.float32)
+        return tokens.with_vectors(vectors)
 
     def positives(self, query_ids: Int64Array) -> Ragged:
         """Label ids, ascending within a query; a label's text has one."""

@@ -121,7 +121,8 @@ def remove_placement_groups_of_this_job() -> None:
     for group_id, group in placement_group_table().items():
         # An id ends with that of its job.
         if group_id.endswith(job) and group["state"] != "REMOVED":
-            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))
+            binary_id = PlacementGroupID(bytes.fromhex(group_id))
+            remove_placement_group(PlacementGroup(binary_id))
 
 
 @dataclass(frozen=True, slots=True)

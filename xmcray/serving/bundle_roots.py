@@ -88,10 +88,10 @@ class BundleRoots:
             if slash and scheme not in WEB:
                 self._urls.append(f"{scheme}://{parent}")
             return
-        given = Path(path).absolute()
-        # The bundle may be a symbolic link to the current one of another folder.
-        real = Path(os.path.realpath(path))
-        for folder in (Path(os.path.realpath(given.parent)), real.parent):
+        # The bundle may be a symbolic link to the current one of another folder. Both folders count.
+        folder_of_link = Path(os.path.realpath(Path(path).absolute().parent))
+        folder_of_bundle = Path(os.path.realpath(path)).parent
+        for folder in (folder_of_link, folder_of_bundle):
             # A bundle directly below / does not open the whole disk.
             if folder != Path(folder.anchor):
                 self._folders.append(folder)

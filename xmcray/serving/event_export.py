@@ -62,7 +62,8 @@ class GradedQuery:
         if event == "reject":
             self.relevance.pop(label, None)
         else:
-            self.relevance[label] = max(grades[event], self.relevance.get(label, 0.0))
+            grade_before = self.relevance.get(label, 0.0)
+            self.relevance[label] = max(grades[event], grade_before)
 
     def row(self) -> dict[str, Any]:
         """The row of the raw file."""
@@ -142,7 +143,8 @@ def export_events(
     with new_artifact(out, KIND, about) as target:
         num_rows = {"train": 0, "test": 0}
         for split in num_rows:
-            rows = [query.row() for query in queries if _split(query.text, hold_out) == split]
+            of_split = [query for query in queries if _split(query.text, hold_out) == split]
+            rows = [query.row() for query in of_split]
             num_rows[split] = _write(target / f"{split}.jsonl", rows)
         label_rows = {}
         for query in queries:
@@ -280,7 +282,9 @@ class _Reading:
 
 def _split(text: str, hold_out: float) -> str:
     """The split of a text: the same in every export, so that no text is in both."""
-    digest = hashlib.sha256(text.strip().encode(errors="surrogatepass")).digest()
+    content = text.strip().encode(errors="surrogatepass")
+    digest = hashlib.sha256(content).digest()
+    # The first bytes of a hash as a random number from 0 to 1.
     share = int.from_bytes(digest[:4]) / _HASH_RANGE
     return "test" if share < hold_out else "train"
 

@@ -98,7 +98,8 @@ def find_hits(
     for search in searches:
         # Each request gets back the rows of its own texts, in the order of the concatenation.
         stop = start + len(search.request.texts)
-        results.append(SearchHits(neighbours.slice(start, stop), encoded.truncated[start:stop]))
+        truncated = encoded.truncated[start:stop]
+        results.append(SearchHits(neighbours.slice(start, stop), truncated))
         start = stop
     return results
 

@@ -223,6 +223,7 @@ class CheckpointWriter:
         for name, tensor in tensors.items():
             source = tensor.detach()
             copy = before.get(name)
+            # A buffer of an earlier checkpoint is used again if the tensor still fits.
             if copy is None or (copy.shape, copy.dtype) != (source.shape, source.dtype):
                 # safetensors refuses tensors whose memory is not in the order of their elements.
                 copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)

@@ -80,7 +80,8 @@ def without_voters(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Re
     if queries is None:
         return retriever
     # A memory numbers the training queries that have a positive.
-    hidden = np.searchsorted(remembered_rows(corpus.split("train")), rows).astype(np.int64)
+    memory_rows = remembered_rows(corpus.split("train"))
+    hidden = np.searchsorted(memory_rows, rows).astype(np.int64)
     queries = dataclasses.replace(queries, hidden=hidden)
     members: list[Retriever] = []
     for member in (retriever, *retriever.others):

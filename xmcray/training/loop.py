@@ -225,21 +225,22 @@ class Loop:
             if order == "stop":
                 return {}
             self._step(step, window)
-            done = step + 1
-            is_last = done == self.last_step
-            if done % self.config.log.every == 0 or is_last:
-                self._record(done, window)
+            steps_done = step + 1
+            is_last = steps_done == self.last_step
+            if steps_done % self.config.log.every == 0 or is_last:
+                self._record(steps_done, window)
                 window = _Window(self.feed)
-            if self._validation_due(done) or is_last:
-                self._validate(done)
+            if self._validation_due(steps_done) or is_last:
+                self._validate(steps_done)
                 window.pause()
-            if self._checkpoint_due(done) or is_last:
-                self._save(done)
+            if self._checkpoint_due(steps_done) or is_last:
+                self._save(steps_done)
                 window.pause()
             if self.on_step:
-                self.on_step(done)
+                self.on_step(steps_done)
         self._finish_checkpoint()
-        return self._finish(time.perf_counter() - started, self.last_step - first_step)
+        seconds = time.perf_counter() - started
+        return self._finish(seconds, self.last_step - first_step)
 
     def _step(self, step: int, window: _Window) -> None:
         shortlist = self.feed.before_step(step)

@@ -258,8 +258,8 @@ def _check_adam_state(name: str, state: Mapping[str, Tensor], parameter: Tensor)
     shapes = {key: value.shape for key, value in state.items()}
     expected = {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
     if shapes != expected:
-        found = {key: list(shape) for key, shape in shapes.items()}
-        raise ValueError(f"found {found} of {name} {list(parameter.shape)}")
+        shape_lists = {key: list(shape) for key, shape in shapes.items()}
+        raise ValueError(f"found {shape_lists} of {name} {list(parameter.shape)}")
 
 
 def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -228,19 +228,21 @@ def _carry(
         num_old: rows in the checkpoint.
     """
     # Labels in the order of their rows in the checkpoint, so that each of its files is read once.
-    known_ids = np.flatnonzero(old_ids >= 0)
-    known_ids = known_ids[np.argsort(old_ids[known_ids])]
-    old_rows = old_ids[known_ids]
+    kept_ids = np.flatnonzero(old_ids >= 0)
+    kept_ids = kept_ids[np.argsort(old_ids[kept_ids])]
+    old_rows = old_ids[kept_ids]
     for first, tensors in checkpoints.row_blocks(last.path, name, 0, num_old):
         if _row_types(tensors) != _row_types(own):
             raise ConfigError(
                 f"{source.path} was trained with other settings of its {name} rows (optimiser,"
                 " storage or width), which cannot carry over; leave them out, or train without --from"
             )
-        num_rows = len(next(iter(tensors.values())))
+        # Every tensor has one row per label.
+        any_tensor = next(iter(tensors.values()))
+        num_rows = len(any_tensor)
         # The labels whose rows are in this block.
         low, high = np.searchsorted(old_rows, [first, first + num_rows])
-        label_ids = known_ids[low:high]
+        label_ids = kept_ids[low:high]
         block_rows = old_rows[low:high] - first
         for key, tensor in own.items():
             tensor[label_ids] = tensors[key][block_rows].to(tensor.device)
@@ -281,17 +283,20 @@ def _start_new_labels(
         clusters[new_ids] = nearest_clusters(retriever, side, texts).to(clusters)
         return
     # The last columns of a label's vector are its row.
-    new_rows = torch.from_numpy(new_vectors(retriever, side, texts)[:, -columns:])
-    bundle_lengths = np.linalg.norm(_some_vectors(retriever, old)[:, -columns:], axis=1)
+    vectors = new_vectors(retriever, side, texts)
+    new_rows = torch.from_numpy(vectors[:, -columns:])
+    old_rows = _some_vectors(retriever, old)[:, -columns:]
+    bundle_lengths = np.linalg.norm(old_rows, axis=1)
     for table in setup.method.tables.values():
         if table.weight_SD.shape[1] != columns:
             continue
         if have_one_length(bundle_lengths):
             # The bundle's rows have lost their lengths. New rows get the mean length of the trained
             # ones.
-            known_ids = np.setdiff1d(np.arange(len(table.weight_SD)), new_ids)
-            length = float(table.weight_SD[known_ids].float().norm(dim=1).mean())
-            new_rows *= length / bundle_lengths.mean()
+            old_ids = np.setdiff1d(np.arange(len(table.weight_SD)), new_ids)
+            trained_rows = table.weight_SD[old_ids].float()
+            mean_length = float(trained_rows.norm(dim=1).mean())
+            new_rows *= mean_length / bundle_lengths.mean()
         table.weight_SD[new_ids] = new_rows.to(table.weight_SD)
 
 
