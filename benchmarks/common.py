@@ -11,7 +11,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -70,6 +70,15 @@ def cpu_timed(function: Callable[[], Value]) -> tuple[Value, float]:
     begin = time.process_time()
     value = function()
     return value, time.process_time() - begin
+
+
+def recall_of(ids: Iterable[np.ndarray], exact_ids: Iterable[np.ndarray], k: int) -> float:
+    """The mean share of the k exact answers to a query that are among other answers to it."""
+    hits = []
+    for ids_of_query, exact_ids_of_query in zip(ids, exact_ids, strict=True):
+        common_ids = np.intersect1d(ids_of_query, exact_ids_of_query)
+        hits.append(len(common_ids))
+    return sum(hits) / (k * len(hits))
 
 
 def machine() -> str:

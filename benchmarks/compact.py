@@ -24,7 +24,7 @@ from statistics import median
 import data_sets
 import numpy as np
 import torch
-from common import new_parser, refuse_if_busy, write_table
+from common import new_parser, recall_of, refuse_if_busy, write_table
 from encoder_speed import packaged_model
 from minilm import SETS, tokenised
 
@@ -279,8 +279,7 @@ def row(
         cosine_B = cosine_B[np.abs(theirs.vectors).sum(axis=1) > 0]
         likeness = f"{cosine_B.mean():.5f} ({cosine_B.min():.4f})"
     else:
-        pairs = zip(mine.answers, theirs.answers, strict=True)
-        likeness = f"{np.mean([len(np.intersect1d(a, b)) / K for a, b in pairs]):.4f}"
+        likeness = f"{recall_of(mine.answers, theirs.answers, K):.4f}"
     change_B = hit_B - usual_B
     half_width = 1.96 * change_B.std() / math.sqrt(len(change_B))
     change = "-" if way == usual else f"{100 * change_B.mean():+.2f} ± {100 * half_width:.2f}"

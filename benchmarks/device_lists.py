@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import cpu_timed, refuse_if_busy, write_table
+from common import cpu_timed, recall_of, refuse_if_busy, write_table
 
 from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index_building import index_of_lists
@@ -48,30 +48,39 @@ def main() -> None:
 
 
 def measure(name: str, noise: float | None, arguments: argparse.Namespace) -> list[Any]:
-    rows, queries = made(noise, arguments)
+    rows, queries = rows_and_queries(noise, arguments)
     sample = queries[-TUNE_QUERIES:]
     queries = queries[:-TUNE_QUERIES]
-    wanted, exact_s = cpu_timed(lambda: exact_search(rows, queries, K))
+    exact, exact_s = cpu_timed(lambda: exact_search(rows, queries, K))
     cpu = torch.device("cpu")
     index, build_s = cpu_timed(lambda: index_of_lists(rows, IndexSpec(), cpu, sample))
-    found, search_s = cpu_timed(lambda: index.search(queries, K))
-    pairs = zip(found.ids, wanted.ids, strict=True)
-    recall = np.mean([len(np.intersect1d(one, other)) / K for one, other in pairs])
+    approximate, search_s = cpu_timed(lambda: index.search(queries, K))
+    recall = recall_of(approximate.ids, exact.ids, K)
     visited: object = "all rows" if index.is_exact else index.nprobe
     lists = num_lists("auto", len(rows))
     ratio = f"{exact_s / (build_s + search_s):.1f} x"
-    return [name, lists, visited, float(recall), build_s, search_s, exact_s, ratio]
+    return [name, lists, visited, recall, build_s, search_s, exact_s, ratio]
 
 
-def made(noise: float | None, arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
-    """Rows float32 [L, D] and queries float32 [Q, D]."""
+def rows_and_queries(
+    noise: float | None, arguments: argparse.Namespace
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows float32 [L, D] and queries float32 [Q, D].
+
+    Args:
+        noise: how far rows lie from their centres; None for rows without centres.
+        arguments: of the command line.
+    """
     random = np.random.default_rng(0)
     rows = random.standard_normal((arguments.rows, arguments.dim), np.float32)
     if noise is not None:
         centres = random.standard_normal((2000, arguments.dim), np.float32)
-        rows = centres[random.integers(len(centres), size=len(rows))] + np.float32(noise) * rows
-        rows *= random.lognormal(0, 0.3, (len(rows), 1)).astype(np.float32)
-    queries = rows[random.integers(len(rows), size=arguments.queries + TUNE_QUERIES)]
+        centre_of_row = random.integers(len(centres), size=len(rows))
+        rows = centres[centre_of_row] + np.float32(noise) * rows
+        lengths = random.lognormal(0, 0.3, (len(rows), 1))
+        rows *= lengths.astype(np.float32)
+    row_of_query = random.integers(len(rows), size=arguments.queries + TUNE_QUERIES)
+    queries = rows[row_of_query]
     queries += 0.5 * random.standard_normal(queries.shape, np.float32)
     return rows, queries
 

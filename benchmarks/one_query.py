@@ -1,4 +1,4 @@
-"""The search of one text's vector beside FAISS and hnswlib: same vectors, same thread, interleaved.
+"""Compares the search of one vector with FAISS and hnswlib: same vectors, same thread, interleaved.
 
     python benchmarks/one_query.py [--rows 2200 32085 104969 1000000] [--peer-graphs 200000]
 
@@ -8,8 +8,9 @@ the processor disturb all of them alike. Times are CPU milliseconds of the searc
 
 Graphs are searched with the smallest breadth that reaches a recall@10 of 0.95 on other queries;
 those of xmcray with the breadths that a recall@50 of 0.99 (as in an export), 0.96 and 0.95 take, at
-most 1024, and so are its inverted lists. hnswlib is left out if it is not installed. Indexes of xmcray
-are kept in the cache (a graph of 10^6 rows takes 5 CPU minutes); those of the peers are built each time, up to `--peer-graphs` rows.
+most 1024, and so are its inverted lists. hnswlib is left out if it is not installed. Indexes of
+xmcray are kept in the cache (a graph of 10^6 rows takes 5 CPU minutes). Those of the peers are built
+each time, up to `--peer-graphs` rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import data_sets
 import faiss
 import numpy as np
 import torch
-from common import new_parser, refuse_if_busy, write_table
+from common import new_parser, recall_of, refuse_if_busy, write_table
 
 from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index import Index
@@ -145,8 +146,14 @@ def flat_sides(rows: np.ndarray) -> Iterator[Side]:
     """Searches of all rows; FAISS's comes first."""
     flat = faiss.IndexFlatIP(rows.shape[1])
     flat.add(rows)
-    yield Side("FAISS Flat", lambda query: flat.search(query, K)[1])
+
+    def faiss_search(query: np.ndarray) -> np.ndarray:
+        _, ids = flat.search(query, K)
+        return ids
+
+    yield Side("FAISS Flat", faiss_search)
     index = Index(torch.from_numpy(rows), None)
+    # Answers have the ids of labels, which are in random order; they become rows again.
     names = np.random.default_rng(0).permutation(len(rows))
     row_of_name = np.argsort(names)
     yield Side("xmcray, exact", lambda query: row_of_name[index.search(query, K, names).ids])
@@ -183,7 +190,8 @@ def peer_graphs(rows: np.ndarray, tuning: np.ndarray) -> Iterator[Side]:
 
     def faiss_search(query: np.ndarray, breadth: int) -> np.ndarray:
         graph.hnsw.efSearch = breadth
-        return graph.search(query, K)[1]
+        _, ids = graph.search(query, K)
+        return ids
 
     yield with_breadth("FAISS HNSW32", faiss_search, tuning, exact_ids)
     if importlib.util.find_spec("hnswlib") is None:
@@ -196,7 +204,8 @@ def peer_graphs(rows: np.ndarray, tuning: np.ndarray) -> Iterator[Side]:
 
     def hnswlib_search(query: np.ndarray, breadth: int) -> np.ndarray:
         other.set_ef(breadth)
-        return other.knn_query(query, K, num_threads=1)[0].astype(np.int64)
+        ids, _ = other.knn_query(query, K, num_threads=1)
+        return ids.astype(np.int64)
 
     yield with_breadth("hnswlib, M 32", hnswlib_search, tuning, exact_ids)
 
@@ -210,8 +219,7 @@ def with_breadth(
     """The side with the smallest breadth that reaches RECALL."""
     for breadth in BREADTHS:
         ids = search(tuning, breadth)
-        hits = [len(np.intersect1d(*pair)) for pair in zip(ids, exact_ids, strict=True)]
-        if np.mean(hits) >= RECALL * K:
+        if recall_of(ids, exact_ids, K) >= RECALL:
             break
     return Side(name, lambda query: search(query, breadth), f"ef {breadth}")
 

@@ -6,11 +6,12 @@ import json
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import recall_of
 
 ROOT = Path(__file__).parents[1]
 CACHE = Path(os.environ.get("XMCRAY_BENCHMARK_CACHE", ROOT / "runs" / "benchmarks")) / "serve"
@@ -26,11 +27,10 @@ def bundle_folder(name: str, num_labels: int) -> Path:
     folder = CACHE / (name if name == "sample" else f"{name}-{num_labels}")
     if not (folder / "queries.json").is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        queries = (
-            sample_bundle(folder)
-            if name == "sample"
-            else synthetic_bundle(folder / "bundle", num_labels)
-        )
+        if name == "sample":
+            queries = sample_bundle(folder)
+        else:
+            queries = synthetic_bundle(folder / "bundle", num_labels)
         (folder / "queries.json").write_text(json.dumps(queries), encoding="utf-8")
     return folder
 
@@ -44,15 +44,18 @@ def sample_bundle(folder: Path) -> list[str]:
 
     corpus = data_sets.corpus("sample")
     config = data_sets.preset("sample", ["cluster.workers=0"])
-    export_run(train(corpus.path, folder / "run", config), folder / "bundle", corpus)
+    run = train(corpus.path, folder / "run", config)
+    export_run(run, folder / "bundle", corpus)
     test = corpus.split("test")
-    return test.texts(np.arange(min(len(test), QUERIES)))
+    num_queries = min(len(test), QUERIES)
+    return test.texts(np.arange(num_queries))
 
 
 def synthetic_bundle(path: Path, num_labels: int, dim: int = 256) -> list[str]:
-    """Labels of four words of one of num_labels / 100 topics and two of their own, found by their text's vector.
+    """A bundle of labels with random words, found by the vectors of their texts; returns queries.
 
-    A query is a label's text with one of its own words replaced, so its best answers are the label and its topic.
+    A label has the four words of one of num_labels / 100 topics, and two words of its own. A query is a label's text with
+    one of its own words replaced, so its best answers are the label and others of its topic.
     """
     import torch
 
@@ -63,17 +66,25 @@ def synthetic_bundle(path: Path, num_labels: int, dim: int = 256) -> list[str]:
     from xmcray.retrieval.index_spec import IndexSpec
     from xmcray.retrieval.index_tuning import TUNE_QUERIES
     from xmcray.retrieval.shards import ShardBuild
+    from xmcray.types import spans
 
     draw = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz"
-    words = sorted({"".join(draw.choices(letters, k=draw.randint(3, 9))) for _ in range(20_000)})
+    distinct_words = set()
+    for _ in range(20_000):
+        length = draw.randint(3, 9)
+        distinct_words.add("".join(draw.choices(letters, k=length)))
+    words = sorted(distinct_words)
     topics = [draw.choices(words, k=4) for _ in range(max(1, num_labels // 100))]
-    labels = [[*topics[i % len(topics)], *draw.choices(words, k=2)] for i in range(num_labels)]
+    labels = []
+    for number in range(num_labels):
+        topic = topics[number % len(topics)]
+        labels.append([*topic, *draw.choices(words, k=2)])
     texts = [" ".join(label) for label in labels]
-    queries = [
-        " ".join([*label[:5], draw.choice(words)])
-        for label in draw.choices(labels, k=QUERIES + TUNE_QUERIES)
-    ]
+    queries = []
+    for label in draw.choices(labels, k=QUERIES + TUNE_QUERIES):
+        query_words = [*label[:5], draw.choice(words)]
+        queries.append(" ".join(query_words))
     tokenizer = train_wordpiece(words * 2, vocab_size=30_000, max_len=32)
     encoder = StaticEncoder(torch.ones(tokenizer.vocab_size), dim, residual=False)
     encoder.reset(0)
@@ -82,7 +93,7 @@ def synthetic_bundle(path: Path, num_labels: int, dim: int = 256) -> list[str]:
         with torch.inference_mode():
             return encoder(tokenizer.encode(block)).float().numpy()
 
-    blocks = (vectors(texts[start : start + 8192]) for start in range(0, num_labels, 8192))
+    blocks = (vectors(texts[span]) for span in spans(num_labels, 8192))
     model = BundleModel(encoder=encoder, head=Head(dim), tokenizer=tokenizer, method="synthetic")
     all_labels = BundleLabels(
         uids=(f"l{i}" for i in range(num_labels)),
@@ -107,29 +118,37 @@ def in_process(folder: Path, threads: int) -> dict[str, Any]:
     queries = read_queries(folder)
     batches = [queries[start : start + BATCH] for start in range(0, len(queries), BATCH)]
     retriever.search(queries[:256], K)  # pages of the index are read
-    singles = np.asarray(
-        [timed(lambda t=text: retriever.search([t], K)) for text in queries[:SINGLES]]
-    )
-    batch_s = sum(timed(lambda b=batch: retriever.search(b, K)) for batch in batches)
-    all_s = timed(lambda: retriever.search(queries, K))
+    single_s = [timed(retriever.search, [text], K) for text in queries[:SINGLES]]
+    batch_s = sum(timed(retriever.search, batch, K) for batch in batches)
+    all_s = timed(retriever.search, queries, K)
     tokens = retriever.tokenizer.encode(queries[:512])
-    found, wanted = (retriever.top_labels(tokens, K, exact=exact).ids for exact in (False, True))
-    recall = np.mean([len(np.intersect1d(a, b)) / K for a, b in zip(found, wanted, strict=True)])
-    p50, p99 = 1000 * np.percentile(singles, [50, 99])
-    uids = [
-        [answer.uid for answer in retriever.search([query], K)[0]] for query in queries[:CHECKED]
-    ]
-    rates = {"batch_texts_per_s": len(queries) / batch_s, "all_texts_per_s": len(queries) / all_s}
-    size = f"{retriever.num_labels:,} x {retriever.settings.dim}, {'exhaustive' if retriever.is_exact else 'IVF'}"
-    return {"p50": p50, "p99": p99, **rates, "recall": float(recall), "uids": uids, "size": size}
+    approximate = retriever.top_labels(tokens, K)
+    exact = retriever.top_labels(tokens, K, exact=True)
+    uids = []
+    for query in queries[:CHECKED]:
+        (answers,) = retriever.search([query], K)
+        uids.append([answer.uid for answer in answers])
+    p50, p99 = 1000 * np.percentile(single_s, [50, 99])
+    kind = "exhaustive" if retriever.is_exact else "IVF"
+    return {
+        "p50": p50,
+        "p99": p99,
+        "batch_texts_per_s": len(queries) / batch_s,
+        "all_texts_per_s": len(queries) / all_s,
+        "recall": recall_of(approximate.ids, exact.ids, K),
+        "uids": uids,
+        "size": f"{retriever.num_labels:,} x {retriever.settings.dim}, {kind}",
+    }
 
 
 def read_queries(folder: Path) -> list[str]:
     queries: list[str] = json.loads((folder / "queries.json").read_text(encoding="utf-8"))
+    # Whole batches only.
     return queries[: len(queries) // BATCH * BATCH]
 
 
-def timed(function: Any) -> float:
+def timed(function: Callable[..., object], *arguments: object) -> float:
+    """Seconds of a call."""
     begin = time.perf_counter()
-    function()
+    function(*arguments)
     return time.perf_counter() - begin
