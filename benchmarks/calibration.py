@@ -29,7 +29,7 @@ from xmcray.training.fuse import fuse
 from xmcray.training.outcome import searcher
 from xmcray.training.probability_curves import answers_to, calibration_of
 from xmcray.training.run import Run
-from xmcray.types import Int64Array, Ragged, TopLabels
+from xmcray.types import Int64Array, Ragged, TopLabels, offsets_of
 
 JOINING = 1000
 LEVEL = 0.9  # min_probability
@@ -76,20 +76,21 @@ def main() -> None:
         corpus = Corpus.open(run.corpus)
         method = run.config.method_name
         with tempfile.TemporaryDirectory() as folder:
-            calibrate(path, corpus, Path(folder) / "alone")
-            bundles = {method: Path(folder) / "alone"}
+            alone = Path(folder) / "alone"
+            calibrate(path, corpus, alone)
+            bundles = {method: alone}
             if arguments.fused:
-                fuse([path], corpus, Path(folder) / "fused")
-                bundles[f"{method}, fused"] = Path(folder) / "fused"
+                fused = Path(folder) / "fused"
+                fuse([path], corpus, fused)
+                bundles[f"{method}, fused"] = fused
             for name, bundle in bundles.items():
-                row = measured(bundle, corpus)
-                rows[f"{corpus.card.name} {name}"] = [corpus.card.name, name, *row]
-                print(rows[f"{corpus.card.name} {name}"], flush=True)
-    ordered = {key: rows[key] for key in sorted(rows)}
-    STORE.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
-    write_table(
-        arguments.out, "Probabilities of answers", HEADER, list(ordered.values()), [*NOTES, load]
-    )
+                row = [corpus.card.name, name, *measured(bundle, corpus)]
+                rows[f"{corpus.card.name} {name}"] = row
+                print(row, flush=True)
+    rows = dict(sorted(rows.items()))
+    STORE.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    table = list(rows.values())
+    write_table(arguments.out, "Probabilities of answers", HEADER, table, [*NOTES, load])
 
 
 def measured(bundle: Path, corpus: Corpus) -> list[object]:
@@ -101,14 +102,14 @@ def measured(bundle: Path, corpus: Corpus) -> list[object]:
     truth = test.positives(all_rows)
     top = searcher(retriever, corpus, "test")(all_rows).first(WIDTH)
     num_labels = corpus.card.num_labels
-    joined, places = after_joining(bundle, corpus)
-    joined_top = searcher(joined, corpus, "test")(all_rows).first(WIDTH)
-    renamed = np.concatenate([np.arange(num_labels), places])
-    is_joined = joined_top.ids >= num_labels
-    ids = np.where(joined_top.ids >= 0, renamed[joined_top.ids], -1)
-    joined_top = TopLabels(ids, joined_top.scores, joined_top.probabilities)
-    only_joined = np.where(is_joined, ids, -1)
-    alone = TopLabels(only_joined, joined_top.scores, joined_top.probabilities)
+    joined, old_ids = after_joining(bundle, corpus)
+    new_top = searcher(joined, corpus, "test")(all_rows).first(WIDTH)
+    # A label that joined has a new id; the test split knows it by the old one.
+    corpus_ids = np.concatenate([np.arange(num_labels), old_ids])
+    ids = np.where(new_top.ids >= 0, corpus_ids[new_top.ids], -1)
+    joined_top = TopLabels(ids, new_top.scores, new_top.probabilities)
+    ids_of_joined = np.where(new_top.ids >= num_labels, ids, -1)
+    alone = TopLabels(ids_of_joined, new_top.scores, new_top.probabilities)
     return [
         retriever.calibration.curves.queries,
         int((truth.lengths > 0).sum()),
@@ -131,10 +132,11 @@ def after_joining(bundle: Path, corpus: Corpus) -> tuple[Retriever, Int64Array]:
     label_sides = load_label_sides(bundle, retriever.settings)
     for side in label_sides:
         assert side.cluster_L is None, "clusters of labels that leave"
-    new = []
+    new_labels = []
     for text in corpus.label_texts(chosen):
-        new.append(NewLabel(f"joined-{len(new)}", text))
-    return with_labels(retriever.without(chosen), label_sides, new), chosen
+        new_labels.append(NewLabel(f"joined-{len(new_labels)}", text))
+    remaining = retriever.without(chosen)
+    return with_labels(remaining, label_sides, new_labels), chosen
 
 
 def calibration_error(top: TopLabels, truth: Ragged, num_labels: int) -> float:
@@ -148,8 +150,9 @@ def calibration_error(top: TopLabels, truth: Ragged, num_labels: int) -> float:
 
 def error_from_half(retriever: Retriever, corpus: Corpus, truth: Ragged) -> float:
     """ECE@5 on every other test query, with probabilities fitted to the rest of them."""
-    fitted_rows = np.flatnonzero(truth.lengths > 0)[::2]
-    measured_rows = np.flatnonzero(truth.lengths > 0)[1::2]
+    counted_rows = np.flatnonzero(truth.lengths > 0)
+    fitted_rows = counted_rows[::2]
+    measured_rows = counted_rows[1::2]
     sample = answers_to(retriever, corpus, fitted_rows, "test")
     calibration = calibration_of(sample, corpus, len(fitted_rows))
     refitted = dataclasses.replace(retriever, calibration=calibration)
@@ -166,13 +169,14 @@ def error_by_chance(top: TopLabels, truth: Ragged) -> float:
     errors = []
     # Labels 0 .. 4 by place, so that any set of places can be right; label 5 keeps queries counted.
     ids = np.broadcast_to(np.arange(5), probability_QK.shape)
-    shown = TopLabels(ids, probability_QK, probability_QK)
+    answers = TopLabels(ids, probability_QK, probability_QK)
+    always_Q1 = np.ones((len(counted), 1), bool)
     for _ in range(20):
-        is_right = rng.random(probability_QK.shape) < probability_QK
-        positives = np.hstack([is_right, np.ones((len(counted), 1), bool)])
-        offsets = np.concatenate([[0], np.cumsum(positives.sum(axis=1))])
-        drawn = Ragged(np.nonzero(positives)[1].astype(np.int64), offsets.astype(np.int64))
-        errors.append(calibration_error(shown, drawn, 6))
+        is_right_QK = rng.random(probability_QK.shape) < probability_QK
+        is_positive_QL = np.hstack([is_right_QK, always_Q1])
+        _, labels = np.nonzero(is_positive_QL)
+        positives = Ragged(labels, offsets_of(is_positive_QL.sum(axis=1)))
+        errors.append(calibration_error(answers, positives, 6))
     return float(np.mean(errors))
 
 
@@ -189,8 +193,11 @@ def at_level(top: TopLabels, truth: Ragged, num_labels: int) -> list[object]:
     rng = np.random.default_rng(0)
     precisions = []
     for _ in range(RESAMPLES):
+        # A bootstrap over queries: as many of them, with replacement.
         drawn = rng.integers(len(counted), size=len(counted))
-        precisions.append(hits_Q[drawn].sum() / max(passing_Q[drawn].sum(), 1))
+        num_hits = hits_Q[drawn].sum()
+        num_passing = passing_Q[drawn].sum()
+        precisions.append(num_hits / max(num_passing, 1))
     precision = 100 * hits_Q.sum() / max(passing_Q.sum(), 1)
     low, high = 100 * np.quantile(precisions, [0.025, 0.975])
     coverage = 100 * float((passing_Q > 0).mean())

@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +74,23 @@ def main() -> None:
 
 def simulate(num_draws: int, load: str) -> None:
     """How often `promote` is right, on simulated answers to 5,000 queries."""
+    seeds = range(num_draws)
     rows: list[list[object]] = []
     for share in (0.1, 0.2, 0.4, 0.8):
-        verdicts = {}
-        for loss in (0.0, 0.01):
-            verdicts[loss] = [simulated_verdict(s, loss, share) for s in range(num_draws)]
+        equal = [simulated_verdict(seed, 0.0, share) for seed in seeds]
+        worse = [simulated_verdict(seed, 0.01, share) for seed in seeds]
         # A 95 % interval is 3.92 standard errors wide.
-        error = np.mean([v.row.high - v.row.low for v in verdicts[0.0]]) / 3.92
-        accepted = np.mean([v.accepted for v in verdicts[0.0]])
-        refused = np.mean([not v.accepted for v in verdicts[0.01]])
-        shares = [100 * float(value) for value in (share, error, refused, accepted)]
-        rows.append([f"{shares[0]:.0f}", f"{shares[1]:.2f}", *shares[2:]])
+        error = np.mean([verdict.row.high - verdict.row.low for verdict in equal]) / 3.92
+        accepted = np.mean([verdict.accepted for verdict in equal])
+        refused = np.mean([not verdict.accepted for verdict in worse])
+        rows.append(
+            [
+                f"{100 * share:.0f}",
+                f"{100 * error:.2f}",
+                100 * float(refused),
+                100 * float(accepted),
+            ]
+        )
     header = [
         "queries that are answered anew, %",
         "standard error, points",
@@ -101,34 +108,36 @@ def measure(arguments: argparse.Namespace, load: str) -> None:
     corpora = grown(arguments.set, arguments.slices, folder)
     name = "quick" if arguments.quick else "runs"
     runs = folder / name / arguments.method
-    overrides = [*arguments.override, *ALONE]
-    config = data_sets.preset(arguments.set, overrides, arguments.method)
-    run, seconds = trained(corpora[0], runs / "1", config)
-    rows: list[list[object]] = []
-    notes: list[str] = []
+    first_overrides = [*arguments.override, *ALONE]
+    config = data_sets.preset(arguments.set, first_overrides, arguments.method)
+    run, run_s = trained(corpora[0], runs / "1", config)
+    later_overrides = [f"optim.epochs={arguments.epochs}", *arguments.later, *ALONE]
     for number, corpus in enumerate(corpora[1:], start=2):
-        overrides = [f"optim.epochs={arguments.epochs}", *arguments.later, *ALONE]
-        values = configs.merge(settings_from(run, arguments.method, corpus), overrides)
+        settings = settings_from(run, arguments.method, corpus)
+        values = configs.merge(settings, later_overrides)
         later = RunConfig.resolve(arguments.method, values)
-        run, seconds = trained(corpus, runs / str(number), later, run)
-    anew, all_seconds = trained(corpora[-1], runs / "anew", config)
+        run, run_s = trained(corpus, runs / str(number), later, run)
     corpus = corpora[-1]
-    results = []
-    for finished, cpu_s in ((run, seconds), (anew, all_seconds)):
-        evaluation = finish(finished, corpus)
-        assert evaluation is not None, "the set has a test split"
-        results.append(evaluation)
-        what = "--from, slice by slice" if finished is run else "anew on everything"
-        rows.append([what, *(100 * evaluation.metrics[m] for m in METRICS), cpu_s])
-    share = seconds / all_seconds
+    anew, anew_s = trained(corpus, runs / "anew", config)
+
+    continued = evaluated(run, corpus)
+    retrained = evaluated(anew, corpus)
     num_old = corpora[-2].card.num_labels
-    old = [of_old_labels(r, corpus, num_old) for r in results]
-    rows.append(["queries of old labels, --from", *(100 * v for v in old[0]), "-"])
-    rows.append(["queries of old labels, anew", *(100 * v for v in old[1]), "-"])
-    notes += [difference(row) for row in compare(*results) if row.metric in METRICS]
+    continued_old = of_old_labels(continued, corpus, num_old)
+    retrained_old = of_old_labels(retrained, corpus, num_old)
+    rows: list[list[object]] = [
+        ["--from, slice by slice", *in_percent(continued.metrics), run_s],
+        ["anew on everything", *in_percent(retrained.metrics), anew_s],
+        ["queries of old labels, --from", *in_percent(continued_old), "-"],
+        ["queries of old labels, anew", *in_percent(retrained_old), "-"],
+    ]
+    comparisons = compare(continued, retrained)
+    notes = [difference(row) for row in comparisons if row.metric in METRICS]
+    share = run_s / anew_s
     notes.append(f"time of the last --from: {100 * share:.1f} % of that of training anew (CPU)")
-    bundles = [measure_newest(str(r.path / "bundle"), corpus) for r in (anew, run)]
-    notes.append(f"promote, last {LAST:,} test queries: {judge(*bundles, METRIC)}")
+    served = measure_newest(str(anew.path / "bundle"), corpus)
+    candidate = measure_newest(str(run.path / "bundle"), corpus)
+    notes.append(f"promote, last {LAST:,} test queries: {judge(served, candidate, METRIC)}")
     notes.append(
         f"{arguments.method} on {arguments.set}: {corpus.card.num_labels:,} labels, {corpus.card.num_train:,} training"
         f" queries in {arguments.slices} slices; {config.optim.epochs} epochs for the first slice"
@@ -136,6 +145,17 @@ def measure(arguments: argparse.Namespace, load: str) -> None:
     )
     header = ["training", *METRICS, "CPU seconds of training"]
     write_table(arguments.out, "A corpus that grows", header, rows, [*notes, load])
+
+
+def evaluated(run: Run, corpus: Corpus) -> Evaluation:
+    """What a finished run reaches on the test split."""
+    evaluation = finish(run, corpus)
+    assert evaluation is not None, "the set has a test split"
+    return evaluation
+
+
+def in_percent(metrics: Mapping[str, float]) -> list[float]:
+    return [100 * metrics[name] for name in METRICS]
 
 
 def difference(row: ComparisonRow) -> str:
@@ -162,21 +182,25 @@ def trained(
     return run, json.loads(clock.read_text())
 
 
-def of_old_labels(evaluation: Evaluation, corpus: Corpus, num_old: int) -> list[float]:
+def of_old_labels(evaluation: Evaluation, corpus: Corpus, num_old: int) -> dict[str, float]:
     """METRICS over the test queries all of whose labels are among the first `num_old`."""
     positives = corpus.split("test").positives(evaluation.query_ids)
+    # Later labels have larger ids, so the largest id of a query says whether all of them are old.
     newest = np.zeros(len(positives), np.int64)
     np.maximum.at(newest, positives.row_ids, positives.values)
     is_old = newest < num_old
-    gains = evaluation.per_query.gain_QM[is_old].sum(0)
-    divisors = evaluation.per_query.divisor_QM[is_old].sum(0)
-    return [float(gains[i] / divisors[i]) for i in map(MAIN_METRICS.index, METRICS)]
+    gain_M = evaluation.per_query.gain_QM[is_old].sum(0)
+    divisor_M = evaluation.per_query.divisor_QM[is_old].sum(0)
+    values = dict(zip(MAIN_METRICS, (gain_M / divisor_M).tolist(), strict=True))
+    return {name: values[name] for name in METRICS}
 
 
 def grown(name: str, num_slices: int, folder: Path) -> list[Corpus]:
     """The corpora after each slice; made once."""
+    numbers = range(1, num_slices + 1)
     last = folder / f"corpus-{num_slices}"
     if not (last / MANIFEST).is_file():
+        # An interrupted call may have left some of them.
         shutil.rmtree(folder, ignore_errors=True)
         raw = data_sets.DATA / name
         if name == "sample":
@@ -186,9 +210,9 @@ def grown(name: str, num_slices: int, folder: Path) -> list[Corpus]:
         tokenizer = vocabulary_of(source, PrepareConfig())
         write_slices(source, folder, num_slices)
         corpus = corpus_of(folder / "raw-1", folder / "corpus-1", tokenizer)
-        for number in range(2, num_slices + 1):
+        for number in numbers[1:]:
             corpus = appended(corpus, folder / f"raw-{number}", folder / f"corpus-{number}")
-    return [Corpus.open(folder / f"corpus-{number + 1}") for number in range(num_slices)]
+    return [Corpus.open(folder / f"corpus-{number}") for number in numbers]
 
 
 def write_slices(source: RawFiles, folder: Path, num_slices: int) -> None:
@@ -198,10 +222,12 @@ def write_slices(source: RawFiles, folder: Path, num_slices: int) -> None:
         raise DataError(str(bad))
 
     labels = list(source.labels(fail))
-    queries = {split: list(source.queries(split, len(labels), fail)) for split in source.splits}
+    queries = {}
+    # By split and row of the query, the labels that must not be answered.
     filters: dict[str, list[list[int]]] = {}
-    for split, rows in queries.items():
-        filters[split] = [[] for _ in rows]
+    for split in source.splits:
+        queries[split] = list(source.queries(split, len(labels), fail))
+        filters[split] = [[] for _ in queries[split]]
         for row, label in source.filters(split).tolist():
             filters[split][row].append(label)
     # The slice of a label is that of the first training query that names it.
@@ -209,6 +235,7 @@ def write_slices(source: RawFiles, folder: Path, num_slices: int) -> None:
     seen: set[int] = set()
     slices: dict[str, list[int]] = {"train": [], "test": []}
     for query, excluded in zip(queries["train"], filters["train"], strict=True):
+        # A slice ends when a further share of all labels was named.
         number = min(num_slices - 1, num_slices * len(seen) // len(labels))
         slices["train"].append(number)
         for label in {*query.label_ids, *excluded} - seen:
@@ -233,6 +260,7 @@ def write_slice(
     slices: dict[str, list[int]],
     slice_of: np.ndarray[Any, Any],
 ) -> None:
+    # The labels of the slice itself, and earlier ones that its queries name.
     named: set[int] = set(np.flatnonzero(slice_of == number).tolist())
     for split, rows in queries.items():
         for row, query in enumerate(rows):

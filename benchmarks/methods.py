@@ -53,6 +53,7 @@ from xmcray.storage.whole_files import write_json
 from xmcray.training.fuse import fuse
 from xmcray.training.memory import memory_bundle
 from xmcray.training.outcome import bundle_of, measure, measure_bundle, stored_answers
+from xmcray.training.part_weights import Choice
 from xmcray.training.records import read_records
 from xmcray.training.run import SELECTION, Run, RunConfig
 from xmcray.tuning.inference import sweep_bundle
@@ -105,7 +106,9 @@ def main() -> None:
     store = Path(os.devnull) if arguments.quick else STORE
     for name in arguments.sets:
         is_here = name == "sample" or (data_sets.DATA / name).is_dir()
-        corpus = data_sets.corpus(name) if is_here else None
+        if not is_here:
+            continue
+        corpus = data_sets.corpus(name)
         if corpus is None:
             continue
         linear = None
@@ -180,8 +183,8 @@ def stored(store: Path) -> list[Row]:
 def is_measured(store: Path, name: str, method: str, key: str) -> bool:
     """Whether a method was measured on a set with these settings, in all of its variants."""
     # The last variant is there only if all of them are.
-    rows = [row for row in stored(store) if row["variant"] == FUSED]
-    return (name, method, key) in [(row["set"], row["method"], row["settings"]) for row in rows]
+    wanted = {"set": name, "method": method, "settings": key, "variant": FUSED}
+    return any(wanted.items() <= row.items() for row in stored(store))
 
 
 def keep(store: Path, name: str, method: str, new_rows: Sequence[Row]) -> None:
@@ -284,14 +287,14 @@ def with_memory(run: Run, corpus: Corpus, space: Mapping[str, Any]) -> Variant:
     selection = run.path / "memory-of-selection"
     if not selection.exists():
         memory_bundle(str(run.path / SELECTION), corpus, selection)
-    sweep = sweep_bundle(
-        str(selection), corpus, parse_space(space, "memory"), MEMORY_TRIALS, 0, METRICS[0]
-    )
+    distributions = parse_space(space, "memory")
+    sweep = sweep_bundle(str(selection), corpus, distributions, MEMORY_TRIALS, 0, METRICS[0])
     best = max(sweep.settings, key=lambda setting: sum(setting.metrics[m] for m in METRICS))
     validation = {metric: float(best.metrics[metric]) for metric in METRICS}
     bundle = run.path / "memory"
     shutil.rmtree(bundle, ignore_errors=True)
-    memory_bundle(str(run.path), corpus, bundle, changed_memory(None, nested(best.values)))
+    memory = changed_memory(None, nested(best.values))
+    memory_bundle(str(run.path), corpus, bundle, memory)
     evaluation = measure_bundle(Retriever.load(str(bundle)), corpus, "test")
     return evaluation, validation, best.values
 
@@ -302,8 +305,12 @@ def fused(run: Run, corpus: Corpus) -> Variant:
     shutil.rmtree(bundle, ignore_errors=True)
     choice = fuse([str(run.path)], corpus, bundle, metrics=METRICS, threads=torch.get_num_threads())
     evaluation = measure_bundle(Retriever.load(str(bundle)), corpus, "test")
-    weights = {f"parts.{part}": choice.config.weight(part) for part in choice.config.used()}
-    return evaluation, choice.metrics, weights
+    return evaluation, choice.metrics, part_weights(choice)
+
+
+def part_weights(choice: Choice) -> dict[str, float]:
+    """The weights of a fusion, by the names of its settings."""
+    return {f"parts.{part}": choice.config.weight(part) for part in choice.config.used()}
 
 
 def ensemble(corpus: Corpus, members: Sequence[RunConfig], linear: Evaluation | None) -> Row:
@@ -326,7 +333,7 @@ def ensemble(corpus: Corpus, members: Sequence[RunConfig], linear: Evaluation | 
         "variant": FUSED,
         "preset": None,
         "settings": " + ".join(keys),
-        "changes": {f"parts.{part}": choice.config.weight(part) for part in choice.config.used()},
+        "changes": part_weights(choice),
         "validation": choice.metrics,
         "epochs": None,
         "seconds": round(total_seconds, 1),
@@ -346,7 +353,9 @@ def search_by_half(retriever: Retriever, corpus: Corpus, half: int) -> Search:
 
     def search(rows: Int64Array) -> TopLabels:
         query_BD: Float32Array = retriever.encode(split.tokens(rows))
-        np.split(query_BD, 2, axis=1)[1 - half][:] = 0
+        halves = np.split(query_BD, 2, axis=1)
+        # The halves are views, so this changes the vectors themselves.
+        halves[1 - half][:] = 0
         return retriever.top_labels(query_BD, width, exclude=split.filters(rows), exact=True)
 
     return search
@@ -362,7 +371,9 @@ def linear_of(corpus: Corpus, threads: int) -> Evaluation:
         evaluations[kind] = measure(answers, corpus, "test")
     costs = json.loads((folder / "costs.json").read_text(encoding="utf-8"))
     for kind, method in FLOORS.items():
-        is_trained = kind != "memory"
+        seconds = costs["vectors_s"]
+        if kind != "memory":
+            seconds += costs["train_s"]
         row = {
             "set": name,
             "method": method,
@@ -372,8 +383,9 @@ def linear_of(corpus: Corpus, threads: int) -> Evaluation:
             "changes": {"weights": costs["weights"]} if kind == "fused" else {},
             "validation": None,
             "epochs": None,
-            "seconds": round(costs["vectors_s"] + costs["train_s"] * is_trained, 1),
+            "seconds": round(seconds, 1),
         }
+        # XR-Linear is not compared with itself.
         linear = None if kind == "linear" else evaluations["linear"]
         keep(STORE, name, method, [finished(row, evaluations[kind], linear)])
     return evaluations["linear"]

@@ -18,6 +18,7 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,9 @@ def main() -> None:
     answer_s = time.perf_counter() - started
     votes, cosines = final.neighbours(queries)
     hidden = tool.filters(f"{data}/filter_labels_tst.txt", len(test), len(labels))
-    fused = sum(
-        weight * part for weight, part in zip(weights, (linear, votes, cosines), strict=True)
-    )
-    for name, scores in (("linear", linear), ("fused", fused), ("memory", votes + cosines)):
+    fused = weighted_sum(weights, [linear, votes, cosines])
+    all_scores = {"linear": linear, "fused": fused, "memory": votes + cosines}
+    for name, scores in all_scores.items():
         write_answers(tool, arguments.out / f"{name}.npz", scores, hidden)
     costs = {
         "vectors_s": final.vectors_s,
@@ -83,23 +83,31 @@ def chosen_weights(
     import numpy as np
 
     # The same draw as in linear_floor.py.
-    is_held = np.random.default_rng(1).permutation(len(train)) < len(train) // 10
+    random_order = np.random.default_rng(1).permutation(len(train))
+    is_held_out = random_order < len(train) // 10
     texts = np.array(tool.texts(train), dtype=object)
-    fitted = tool.Linear(list(texts[~is_held]), label_texts, positives[~is_held], threads)
-    queries = list(texts[is_held])
-    parts = [fitted.linear(queries), *fitted.neighbours(queries)]
-    hidden = tool.filters(f"{data}/filter_labels_trn.txt", len(train), len(label_texts))[is_held]
+    learned_texts = list(texts[~is_held_out])
+    model = tool.Linear(learned_texts, label_texts, positives[~is_held_out], threads)
+    queries = list(texts[is_held_out])
+    parts = [model.linear(queries), *model.neighbours(queries)]
+    all_hidden = tool.filters(f"{data}/filter_labels_trn.txt", len(train), len(label_texts))
+    hidden = all_hidden[is_held_out]
+    # The inverse propensities of PSP@k, with A = 0.55 and B = 1.5.
     counts = np.asarray(positives.sum(0)).ravel()
     constant = (np.log(len(train)) - 1) * 2.5**0.55
     inverse_propensity = 1 + constant * (counts + 1.5) ** -0.55
 
     def quality(weights: tuple[float, ...]) -> float:
-        scores = sum(weight * part for weight, part in zip(weights, parts, strict=True))
-        ids = tool.best(scores, hidden)
-        metrics = tool.measure(ids, positives[is_held], inverse_propensity)
+        ids = tool.best(weighted_sum(weights, parts), hidden)
+        metrics = tool.measure(ids, positives[is_held_out], inverse_propensity)
         return float(np.mean([metrics["P@1"], metrics["P@5"], metrics["PSP@5"]]))
 
+    # Only ratios of weights matter, so the weight of the linear model is fixed.
     return max(itertools.product((1.0,), SHARES, SHARES), key=quality)
+
+
+def weighted_sum(weights: Sequence[float], parts: Sequence[Any]) -> Any:
+    return sum(weight * part for weight, part in zip(weights, parts, strict=True))
 
 
 def speed(final: Any, queries: list[str], threads: int) -> dict[str, float]:

@@ -89,18 +89,22 @@ def draw(results: dict[tuple[str, str], dict[str, float]], out: Path) -> None:
         panel.set_title(LABELS[metric], fontsize=9)
         panel.set_xlabel("percent")
         panel.spines[["top", "right", "left"]].set_visible(False)
-    panels[0].set_yticks(rows, [f"{name}\n{NUM_LABELS[name]} labels" for name in SETS])
+    row_names = [f"{name}\n{NUM_LABELS[name]} labels" for name in SETS]
+    panels[0].set_yticks(rows, row_names)
+    # The first row at the top.
     panels[0].invert_yaxis()
     panels[0].tick_params(axis="y", length=0)
-    dots = [
-        pyplot.Line2D([], [], marker="o", linestyle="", color=colour, label=title)
-        for title, colour in METHODS.values()
-    ]
-    bars = [
-        pyplot.Line2D([], [], marker="|", linestyle="", color=colour, markersize=12, label=title)
-        for title, colour in ((LINEAR, "black"), ("TF-IDF memory", "#999999"))
-    ]
-    figure.legend(handles=[*dots, *bars], loc="lower center", ncol=8, frameon=False, fontsize=8)
+    # Lines without points, for the legend alone.
+    marks = []
+    for title, colour in METHODS.values():
+        dot = pyplot.Line2D([], [], marker="o", linestyle="", color=colour, label=title)
+        marks.append(dot)
+    for title, colour in ((LINEAR, "black"), ("TF-IDF memory", "#999999")):
+        bar = pyplot.Line2D(
+            [], [], marker="|", linestyle="", color=colour, markersize=12, label=title
+        )
+        marks.append(bar)
+    figure.legend(handles=marks, loc="lower center", ncol=8, frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, metadata={"Date": None, "Creator": None})

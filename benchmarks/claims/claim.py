@@ -109,7 +109,8 @@ class Comparison:
         if not self.against and not self.against_metric:
             return [(ours[seed], None) for seed in sorted(ours)]
         theirs = results.get(self.against or self.of, {})
-        return [(ours[seed], theirs[seed]) for seed in sorted(ours) if seed in theirs]
+        seeds_of_both = sorted(ours.keys() & theirs.keys())
+        return [(ours[seed], theirs[seed]) for seed in seeds_of_both]
 
     def _by_query(self, results: Mapping[str, Mapping[int, Result]]) -> Float64Array | None:
         """[seeds, queries], our number in percent points; None if the queries are not known."""
@@ -131,11 +132,14 @@ class Comparison:
 
     @property
     def name(self) -> str:
-        words = f"{self.metric} of {self.of}"
-        if self.against or self.against_metric:
-            theirs = f"{self.against_metric} of " if self.against_metric else ""
-            words += f"{' / ' if self.ratio else ' - '}{theirs}{self.against or self.of}"
-        return words
+        ours = f"{self.metric} of {self.of}"
+        if not self.against and not self.against_metric:
+            return ours
+        theirs = self.against or self.of
+        if self.against_metric:
+            theirs = f"{self.against_metric} of {theirs}"
+        sign = "/" if self.ratio else "-"
+        return f"{ours} {sign} {theirs}"
 
     @property
     def wanted(self) -> str:
@@ -177,9 +181,10 @@ class Claim:
 
     def verdict(self, results: Mapping[str, Mapping[int, Result]]) -> str:
         """`fails` if one comparison does, `holds` if all do; not before all are measured."""
-        found = {comparison.verdict(results) for comparison in self.comparisons}
+        verdicts = {comparison.verdict(results) for comparison in self.comparisons}
+        # The first of these that occurs decides.
         order = (FAILS, MISSING, INCONCLUSIVE, HOLDS)
-        return next(verdict for verdict in order if verdict in found)
+        return next(verdict for verdict in order if verdict in verdicts)
 
     def chart(self, results: Mapping[str, Mapping[int, Result]]) -> str:
         """The plot, as the charts give it."""
@@ -187,10 +192,11 @@ class Claim:
             return self.plot(results)
         blocks: dict[str, dict[str, tuple[float, float]]] = {}
         for metric in self.metrics:
-            found = {name: shown(by_seed, metric) for name, by_seed in results.items()}
-            blocks[metric] = {
-                name: mean_and_half_width(values) for name, values in found.items() if values
-            }
+            blocks[metric] = {}
+            for name, by_seed in results.items():
+                values = shown(by_seed, metric)
+                if values:
+                    blocks[metric][name] = mean_and_half_width(values)
         return rows_of_intervals(self.title, blocks)
 
 
@@ -207,8 +213,9 @@ def two_level_interval(number_SQ: Float64Array) -> tuple[float, float]:
     num_seeds, num_queries = number_SQ.shape
     generator = np.random.default_rng(0)
     mean = number_SQ.mean()
+    mean_of_seed = number_SQ.mean(axis=1)
     drawn_seeds = generator.integers(num_seeds, size=(_RESAMPLES, num_seeds))
-    seed_deviation = number_SQ.mean(axis=1)[drawn_seeds].mean(axis=1) - mean
+    seed_deviation = mean_of_seed[drawn_seeds].mean(axis=1) - mean
     student = scipy.stats.t.ppf(0.975, num_seeds - 1) / scipy.stats.norm.ppf(0.975)
     seed_deviation *= student * math.sqrt(num_seeds / (num_seeds - 1))
     mean_of_query = number_SQ.mean(axis=0)
@@ -225,17 +232,15 @@ def _shares(result: Result, metric: str) -> Float64Array | None:
     digits = result.get("hits", {}).get(metric)
     if digits is None:
         return None
+    # A metric has a name such as "P@5" or "P@5 lambda=0".
     cutoff = int(metric.split("@")[1].split()[0])
     return np.array([int(digit) for digit in digits]) / cutoff
 
 
 def shown(by_seed: Mapping[int, Result], metric: str) -> list[float]:
     """The values of the seeds, in percent for shares."""
-    return [
-        (100.0 if "@" in metric else 1.0) * found[metric]
-        for found in by_seed.values()
-        if metric in found
-    ]
+    scale = 100.0 if "@" in metric else 1.0
+    return [scale * result[metric] for result in by_seed.values() if metric in result]
 
 
 def mean(by_seed: Mapping[int, Result], metric: str) -> float:
@@ -267,9 +272,9 @@ def known_result(variant: Variant, seed: int) -> Result | None:
 
 def measured(variant: Variant, seed: int) -> Result:
     """A measurement that was made before, or that is made now."""
-    known = known_result(variant, seed)
-    if known is not None:
-        return known
+    stored_result = known_result(variant, seed)
+    if stored_result is not None:
+        return stored_result
     cpu_s_before = sum(os.times()[:4])  # with the time of child processes
     result = variant.measure(seed)
     cpu_s_here = sum(os.times()[:4]) - cpu_s_before
@@ -300,8 +305,6 @@ def section(claim: Claim, results: Mapping[str, Mapping[int, Result]]) -> list[s
         f"## {claim.number}. {claim.title}: {claim.verdict(results)}",
         "",
         f"*{claim.statement}* ({claim.source})",
-    ]
-    lines += [
         "",
         claim.setup,
         "",
@@ -321,12 +324,9 @@ def section(claim: Claim, results: Mapping[str, Mapping[int, Result]]) -> list[s
     header = ["variant", "seeds", *claim.metrics, "CPU s"]
     lines += ["", f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     for name, by_seed in results.items():
-        cells = [
-            name,
-            str(len(by_seed)),
-            *(interval(shown(by_seed, metric)) for metric in claim.metrics),
-        ]
-        cells.append(short_number(mean(by_seed, "cpu_s")) if by_seed else "-")
+        intervals = [interval(shown(by_seed, metric)) for metric in claim.metrics]
+        cpu_s = short_number(mean(by_seed, "cpu_s")) if by_seed else "-"
+        cells = [name, str(len(by_seed)), *intervals, cpu_s]
         lines.append(f"| {' | '.join(cells)} |")
     for name, by_seed in results.items():
         chosen = {result["chosen"] for result in by_seed.values() if "chosen" in result}

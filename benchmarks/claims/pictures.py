@@ -10,15 +10,21 @@ from html import escape
 from xmcray.evaluation.charts import short_number, ticks
 
 COLOURS = ("#2563c9", "#c2590c", "#178055", "#8b3fb0", "#a3163d", "#5d6778")
+# Classes of the charts: a stroke (s0, s1, ...) and a fill (f0, f1, ...) of each colour.
+COLOUR_STYLE = "".join(
+    f" .s{number} {{ stroke: {colour}; }} .f{number} {{ fill: {colour}; }}"
+    for number, colour in enumerate(COLOURS)
+)
 STYLE = (
     "text { font: 12px system-ui, sans-serif; fill: #5d6778; } .name { fill: #1c2330; }"
     " .title { font-weight: 600; fill: #1c2330; } polyline { fill: none; stroke-width: 2; stroke-linejoin: round; }"
     " .band { opacity: .18; } .grid { stroke: #dfe3ea; } .axis { stroke: #5d6778; }"
-    + "".join(f" .s{i} {{ stroke: {c}; }} .f{i} {{ fill: {c}; }}" for i, c in enumerate(COLOURS))
-)
+) + COLOUR_STYLE
+# In pixels: widths of the picture and of its columns of names and values.
 WIDTH = 720
 NAMES = 250
 VALUES = 90
+# Heights of a row, of what a block has besides its rows, and of the title.
 ROW = 20
 BLOCK = 48
 HEAD = 30
@@ -47,28 +53,27 @@ def standalone(figure: str) -> str:
     drawing = re.search(r'<svg viewBox="0 0 (\d+) (\d+)"[^>]*>(.*)</svg>', figure, re.DOTALL)
     assert title is not None, "not a chart"
     assert drawing is not None, "not a chart"
-    names = [
-        (int(i), name)
-        for i, name in re.findall(r'<span><i class="b(\d+)"></i>(.*?)</span>', figure)
-    ]
+    # The legend: number of the colour and name of each line.
+    legend = re.findall(r'<span><i class="b(\d+)"></i>(.*?)</span>', figure)
+    names = [(int(number), name) for number, name in legend]
     top = HEAD + (20 if names else 0)
     moved = f'<g transform="translate(0 {top})">{drawing[3]}</g>'
     return _file(title[1], names, moved, top + int(drawing[2]), int(drawing[1]))
 
 
 def _block(metric: str, rows: Rows, top: int) -> str:
-    ends = [
-        mean + sign * half
-        for mean, half in rows.values()
-        if math.isfinite(half)
-        for sign in (-1, 1)
-    ]
-    ends += [mean for mean, _ in rows.values()]
-    low = min(ends)
-    high = max(ends)
-    room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    low = max(low - room, 0.0) if low >= 0 else low - room
-    high = high + room
+    ends = []
+    for mean, half in rows.values():
+        ends.append(mean)
+        if math.isfinite(half):
+            ends += [mean - half, mean + half]
+    # Some room on both sides; also if all values are equal, or 0. Values that are not negative keep
+    # an axis that is not.
+    room = (max(ends) - min(ends)) * 0.06 or abs(max(ends)) * 0.1 or 1.0
+    low = min(ends) - room
+    if min(ends) >= 0:
+        low = max(low, 0.0)
+    high = max(ends) + room
     right = WIDTH - VALUES
     bottom = top + 22 + ROW * len(rows)
 
@@ -84,14 +89,15 @@ def _block(metric: str, rows: Rows, top: int) -> str:
     for number, (name, (mean, half)) in enumerate(rows.items()):
         y = top + 32 + ROW * number
         parts.append(_text(NAMES - 10, y + 4, name, "end", "name"))
-        spread = ""
+        value = f"{mean:,.4g}"
         if math.isfinite(half):
-            parts.append(
-                f'<polyline class="s0" points="{x(mean - half):.1f},{y} {x(mean + half):.1f},{y}"/>'
-            )
-            spread = f" ± {short_number(half)}" if half else ""
+            left_end = f"{x(mean - half):.1f},{y}"
+            right_end = f"{x(mean + half):.1f},{y}"
+            parts.append(f'<polyline class="s0" points="{left_end} {right_end}"/>')
+            if half:
+                value += f" ± {half:,.2g}"
         parts.append(f'<circle class="f0" cx="{x(mean):.1f}" cy="{y}" r="4"/>')
-        parts.append(_text(right + 8, y + 4, f"{mean:,.4g}{spread and f' ± {half:,.2g}'}", "start"))
+        parts.append(_text(right + 8, y + 4, value, "start"))
     return "".join(parts)
 
 
@@ -101,10 +107,10 @@ def _file(
     parts = [f'<text class="title" x="12" y="20">{title}</text>']
     left = 12.0
     for number, name in names:
-        parts.append(
-            f'<rect class="f{number}" x="{left:.0f}" y="30" width="11" height="11" rx="3"/>'
-        )
+        square = f'x="{left:.0f}" y="30" width="11" height="11" rx="3"'
+        parts.append(f'<rect class="f{number}" {square}/>')
         parts.append(f'<text x="{left + 16:.0f}" y="40">{name}</text>')
+        # A letter is about 6.4 pixels wide.
         left += 36 + 6.4 * len(name)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img"'
