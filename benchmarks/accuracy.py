@@ -60,13 +60,13 @@ def main() -> None:
             notes.append(f"{name} left out: not on this machine")
             continue
         run, seconds = trained(corpus, data_sets.preset(name, arguments.override))
-        found = finish(run, corpus)
-        assert found is not None, "the set has a test split"
+        evaluation = finish(run, corpus)
+        assert evaluation is not None, "the set has a test split"
         rows.append(
             [
                 name,
                 "ASTRA, 95 % interval",
-                *(with_interval(found, m) for m in METRICS),
+                *(with_interval(evaluation, m) for m in METRICS),
                 f"{seconds / 60:.1f}",
             ]
         )
@@ -74,7 +74,7 @@ def main() -> None:
             rows.append(
                 [
                     name,
-                    verdict(name, found, seconds),
+                    verdict(name, evaluation, seconds),
                     *map(cell, LIMITS[name]),
                     LIMIT_MINUTES.get(name, "-"),
                 ]
@@ -122,16 +122,16 @@ def folder_of(corpus: Corpus, config: RunConfig) -> Path:
     return data_sets.CACHE / "accuracy" / name
 
 
-def with_interval(found: Evaluation, metric: str) -> str:
-    low, high = found.intervals[metric]
-    return f"**{100 * found.metrics[metric]:.1f}** [{100 * low:.1f}, {100 * high:.1f}]"
+def with_interval(evaluation: Evaluation, metric: str) -> str:
+    low, high = evaluation.intervals[metric]
+    return f"**{100 * evaluation.metrics[metric]:.1f}** [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def verdict(name: str, found: Evaluation, seconds: float) -> str:
+def verdict(name: str, evaluation: Evaluation, seconds: float) -> str:
     missed = [
         metric
         for metric, limit in zip(METRICS, LIMITS[name], strict=True)
-        if limit is not None and 100 * found.metrics[metric] < limit
+        if limit is not None and 100 * evaluation.metrics[metric] < limit
     ]
     if seconds / 60 > LIMIT_MINUTES.get(name, float("inf")):
         missed.append("minutes")

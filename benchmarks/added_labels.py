@@ -87,7 +87,7 @@ def compared(
     side = load_label_side(bundle / "label_side")
     vector_LD = retriever.labels.vectors_of(np.arange(retriever.num_labels))
     test = corpus.split("test")
-    found: dict[str, list[list[float]]] = {}
+    results: dict[str, list[list[float]]] = {}
     candidates = np.unique(test.positives(np.arange(len(test))).values)
     candidates = np.setdiff1d(candidates, corpus.labels_without_tokens())
     for draw in range(arguments.draws):
@@ -98,18 +98,19 @@ def compared(
         }
         if side.row_columns:
             text = retriever.encode(corpus.label_tokens(held))[:, -side.row_columns :]
-            known = np.linalg.norm(vector_LD[:, -side.row_columns :], axis=1)
+            row_lengths = np.linalg.norm(vector_LD[:, -side.row_columns :], axis=1)
             plain = variants["made of its text"].copy()
             plain[:, -side.row_columns :] = text * (
-                np.median(known) / np.linalg.norm(text, axis=1, keepdims=True)
+                np.median(row_lengths) / np.linalg.norm(text, axis=1, keepdims=True)
             )
             variants["the text's vector, as long as a row"] = plain
         for name, vectors in variants.items():
             changed = vector_LD.copy()
             changed[held] = vectors
-            found.setdefault(name, []).append(measured(retriever, corpus, changed, held))
+            results.setdefault(name, []).append(measured(retriever, corpus, changed, held))
     return [
-        [method, name, *(100 * np.mean(values, axis=0)).tolist()] for name, values in found.items()
+        [method, name, *(100 * np.mean(values, axis=0)).tolist()]
+        for name, values in results.items()
     ]
 
 
@@ -117,9 +118,9 @@ def joined(bundle: Path, corpus: Corpus, held: Int64Array, folder: Path) -> Floa
     """Vectors that labels get when they join a bundle that never had them."""
     retriever = Retriever.load(bundle)
     side = load_label_side(bundle / "label_side")
-    known = np.setdiff1d(np.arange(retriever.num_labels), held)
+    kept = np.setdiff1d(np.arange(retriever.num_labels), held)
     if side.cluster_L is not None:
-        side.cluster_L = side.cluster_L[retriever.labels.label_rows[known]]
+        side.cluster_L = side.cluster_L[retriever.labels.label_rows[kept]]
     model = BundleModel(
         encoder=load_encoder(bundle / "encoder"),
         head=load_head(bundle / "head"),
@@ -127,15 +128,15 @@ def joined(bundle: Path, corpus: Corpus, held: Int64Array, folder: Path) -> Floa
         label_side=side,
     )
     labels = BundleLabels(
-        uids=corpus.label_uids(known),
-        texts=corpus.label_texts(known),
-        order=np.arange(len(known)),
-        vectors=[retriever.labels.vectors_of(known)],
+        uids=corpus.label_uids(kept),
+        texts=corpus.label_texts(kept),
+        order=np.arange(len(kept)),
+        vectors=[retriever.labels.vectors_of(kept)],
     )
     write_bundle(folder / "without", model, labels, ShardBuild(spec=IndexSpec()), {})
     texts = zip(corpus.label_uids(held), corpus.label_texts(held), strict=True)
     add_labels(folder / "without", [NewLabel(*label) for label in texts], folder / "with")
-    return Retriever.load(folder / "with").labels.vectors_of(len(known) + np.arange(len(held)))
+    return Retriever.load(folder / "with").labels.vectors_of(len(kept) + np.arange(len(held)))
 
 
 def measured(

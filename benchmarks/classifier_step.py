@@ -118,24 +118,26 @@ class Case:
         query_GD = self.query()
         times = [self.clock()]
         pool = draws.uniform_labels(0, self.step, self.num_labels, POOL)
-        found = gather_candidates(batch, hard, pool, batch.positives, None, self.part)
+        candidates = gather_candidates(batch, hard, pool, batch.positives, None, self.part)
         times.append(self.clock())
-        row_UD = self.read(found.row_ids)
+        row_UD = self.read(candidates.row_ids)
         times.append(self.clock())
-        pair_score_P = pair_scores(query_GD, row_UD, found.pair_query, found.pair_row) + OFFSET
-        pool_score_GC = query_GD @ row_UD.index_select(0, found.pool_rows).T + OFFSET
-        skip = found.skip_query, found.skip_column
+        pair_score_P = (
+            pair_scores(query_GD, row_UD, candidates.pair_query, candidates.pair_row) + OFFSET
+        )
+        pool_score_GC = query_GD @ row_UD.index_select(0, candidates.pool_rows).T + OFFSET
+        skip = candidates.skip_query, candidates.skip_column
         weight = self.num_labels / POOL
         total = sampled_bce(
-            pair_score_P, found.pair_is_positive, None, pool_score_GC, *skip, weight
+            pair_score_P, candidates.pair_is_positive, None, pool_score_GC, *skip, weight
         )
         times.append(self.clock())
         (total / len(query_GD)).backward()
         times.append(self.clock())
-        self.update(found.row_ids, row_UD)
+        self.update(candidates.row_ids, row_UD)
         times.append(self.clock())
         self._finish(query_GD, times, keep)
-        self.distinct.append(len(found.row_ids))
+        self.distinct.append(len(candidates.row_ids))
 
     def read(self, row_ids: torch.Tensor) -> torch.Tensor:
         """The rows of a step, [U, D], which collect a gradient."""

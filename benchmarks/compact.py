@@ -94,8 +94,8 @@ def main() -> None:
     rows = []
     notes = []
     for part in options.part:
-        found, said = PARTS[part](options)
-        rows += found
+        part_rows, said = PARTS[part](options)
+        rows += part_rows
         notes += said
     notes += [
         f"{options.threads} thread(s); per second by the median piece of work; at most {options.texts} test queries",
@@ -132,7 +132,7 @@ def encoders(options: argparse.Namespace) -> tuple[list[list[object]], list[str]
                 notes.append(f"{precision} left out: {error}")
                 continue
             ways[precision] = time.perf_counter() - started, encoder
-        found = {}
+        by_way = {}
         times = in_turn(
             {way: lambda part, e=encoder: encoded(e, part) for way, (_, encoder) in ways.items()},
             tokens,
@@ -141,11 +141,11 @@ def encoders(options: argparse.Namespace) -> tuple[list[list[object]], list[str]
             one_s, batch_s, parts = times[way]
             query_BD = np.concatenate(parts)
             answers = exact_search(label_LD, query_BD, K, hidden=test.filters(queries)).ids
-            found[way] = Measured(
+            by_way[way] = Measured(
                 made_s, encoder_bytes(encoder, plain), answers, query_BD, one_s, batch_s
             )
         what = f"MiniLM, {corpus.card.name}"
-        rows += [row(what, way, found, "float32", corpus, queries) for way in found]
+        rows += [row(what, way, by_way, "float32", corpus, queries) for way in by_way]
         notes.append(
             f"{corpus.card.name}: {len(tokens):,} queries, {tokens.lengths.mean():.0f} tokens on average"
         )
@@ -192,7 +192,7 @@ def vectors(options: argparse.Namespace) -> tuple[list[list[object]], list[str]]
         for way, (_, _, search) in ways.items()
     }
     times = in_turn(searches, numbered)
-    found = {
+    by_way = {
         way: Measured(made_s, size, np.concatenate(times[way][2]), None, *times[way][:2])
         for way, (made_s, size, _) in ways.items()
     }
@@ -201,9 +201,9 @@ def vectors(options: argparse.Namespace) -> tuple[list[list[object]], list[str]]
         f"{options.set}: {len(label_LD):,} labels of width {label_LD.shape[1]}, float32 vectors {size:.0f} MiB, float16"
         f" {half:.0f} MiB; {len(queries):,} queries"
     )
-    return [row(f"labels, {options.set}", way, found, "Flat", corpus, queries) for way in found], [
-        note
-    ]
+    what = f"labels, {options.set}"
+    rows = [row(what, way, by_way, "Flat", corpus, queries) for way in by_way]
+    return rows, [note]
 
 
 def in_turn(
@@ -263,13 +263,13 @@ def index_bytes(index: Index) -> int:
 def row(
     what: str,
     way: str,
-    found: Mapping[str, Measured],
+    by_way: Mapping[str, Measured],
     usual: str,
     corpus: Corpus,
     queries: Int64Array,
 ) -> list[object]:
-    mine = found[way]
-    theirs = found[usual]
+    mine = by_way[way]
+    theirs = by_way[usual]
     positives = corpus.split("test").positives(queries)
     hit_B, usual_B = (hits(each.answers, positives) for each in (mine, theirs))
     if mine.vectors is not None and theirs.vectors is not None:

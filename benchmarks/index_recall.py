@@ -121,8 +121,8 @@ def kept(rows: int, dim: int, queries: int, positives: int) -> tuple[np.ndarray,
         aside = path.with_suffix(".part")
         save_file(dict(zip(("rows", "queries"), made, strict=True)), aside)
         aside.replace(path)
-    found = load_file(path)
-    return found["rows"], found["queries"]
+    arrays = load_file(path)
+    return arrays["rows"], arrays["queries"]
 
 
 def trained(

@@ -55,11 +55,11 @@ class Writer(threading.Thread):
     def check(self) -> None:
         """Compares every label with what it must be."""
         for uid, text in self.text.items():
-            found = self.read(uid)
-            if found != text:
+            answered_text = self.read(uid)
+            if answered_text != text:
                 kind = (
                     "lost"
-                    if found is None
+                    if answered_text is None
                     else "resurrected"
                     if text is None
                     else "of another text"

@@ -293,13 +293,13 @@ def all_mutations(listed: dict[str, Any], count: int, seed: int) -> list[Mutatio
 
 def reasons(listed: dict[str, Any]) -> dict[tuple[str, str, str], str]:
     """Why a mutation changes no result that is promised, by the mutation's key."""
-    found = {}
+    because_of = {}
     for entry in listed["equivalent"]:
         source = (ROOT / "xmcray" / entry["file"]).read_text(encoding="utf-8")
         if entry["before"] not in [line.strip() for line in source.splitlines()]:
             raise ValueError(f"{entry['file']} lacks the line {entry['before']!r}")
-        found[entry["file"], entry["before"], entry["after"]] = entry["because"]
-    return found
+        because_of[entry["file"], entry["before"], entry["after"]] = entry["because"]
+    return because_of
 
 
 def run_all(

@@ -112,7 +112,7 @@ def draw(seed: int) -> list[Drawn]:
     def one_of(*values: Any) -> Any:
         return values[generator.integers(len(values))]
 
-    found = []
+    plans = []
     for method in generator.permutation(method_names()).tolist():
         labels = round(float(np.exp(generator.uniform(np.log(20_000), np.log(200_000)))), -3)
         dim, batch, workers = (
@@ -135,8 +135,8 @@ def draw(seed: int) -> list[Drawn]:
             settings[0] = "negatives.hard=0"
         if method in ("rae", "prime", "unidec"):
             settings += [f"method.hard_per_query={one_of(1, 2, 4)}"]
-        found.append(Drawn(method, int(labels), dim, batch, workers, tokens, tuple(settings)))
-    return found
+        plans.append(Drawn(method, int(labels), dim, batch, workers, tokens, tuple(settings)))
+    return plans
 
 
 def draw_transformer(seed: int) -> Drawn:

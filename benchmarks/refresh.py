@@ -156,10 +156,10 @@ def report(
         rows.append([name, len(values), float(np.median(values)) if len(values) else "-", spread])
     during = rows[0][2]
     otherwise = rows[1][2]
-    known = isinstance(during, float) and isinstance(otherwise, float)
+    is_known = isinstance(during, float) and isinstance(otherwise, float)
     took = [build[1] - build[0] for build in watcher.builds.values() if len(build) == 2]
     recall = [value for value in watcher.recall.values() if value is not None]
-    ratio = f"{during / otherwise:.2f} x" if known else "not known: a build ran always or never,"  # type: ignore[operator]
+    ratio = f"{during / otherwise:.2f} x" if is_known else "not known: a build ran always or never,"  # type: ignore[operator]
     write_table(
         arguments.out,
         "Training while negatives are refreshed",
@@ -175,7 +175,7 @@ def report(
             *notes,
         ],
     )
-    if not known:
+    if not is_known:
         print(
             "error: no comparison; more epochs or another --workers may give one", file=sys.stderr
         )

@@ -154,8 +154,8 @@ def measure(labels: int, dim: int, workers: int, load: str) -> dict[str, Any]:
         raise SystemExit(
             f"error: {4 * state / 1e9:.0f} GB of disk are needed for {labels:,} labels; free some space"
         )
-    found = {"labels": labels, "dim": dim, "workers": workers, "load": load}
-    found["classifier_s"] = classifier_part(corpus, dim, workers)
+    row = {"labels": labels, "dim": dim, "workers": workers, "load": load}
+    row["classifier_s"] = classifier_part(corpus, dim, workers)
     folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
     watcher = refresh.Watcher()
     memory = MemoryWatch()
@@ -172,7 +172,7 @@ def measure(labels: int, dim: int, workers: int, load: str) -> dict[str, Any]:
         record["step_s"] for record in records if record["epoch"] >= config.negatives.start_epoch
     ]
     build = next(span for span in watcher.builds.values() if len(span) == 2)
-    return found | {
+    return row | {
         "step_s": float(np.median(settled[1:])),
         "refresh_s": build[1] - build[0],
         "worker_bytes": result["peak_memory_mb"] * 2**20,

@@ -120,8 +120,8 @@ def main() -> None:
                 port,
                 token,
             ):
-                found = uvloop.run(measure(port, token, mode, folder, alone, options))
-                rows.append({"bundle": f"{name}: {alone['size']}", "mode": mode, **found})
+                figures = uvloop.run(measure(port, token, mode, folder, alone, options))
+                rows.append({"bundle": f"{name}: {alone['size']}", "mode": mode, **figures})
     title, notes = tell(options)
     header = list(rows[0])
     name = "serve_overload.md" if options.overload else "serve_load.md"
@@ -255,8 +255,8 @@ async def overload(
 
 def others(status: Sequence[int], expected: set[int]) -> str:
     """How often there was another status."""
-    found = Counter(code or "no answer" for code in status if code not in expected)
-    return ", ".join(f"{number} x {code}" for code, number in found.items())
+    failures = Counter(code or "no answer" for code in status if code not in expected)
+    return ", ".join(f"{number} x {code}" for code, number in failures.items())
 
 
 def percentiles(latency_ms: np.ndarray) -> str:
@@ -301,13 +301,13 @@ def run_overload(options: argparse.Namespace) -> tuple[str, list[str]]:
 
 def requests_of(texts: Sequence[Sequence[str]], token: str, port: int) -> list[bytes]:
     """Whole HTTP requests, made beforehand."""
-    found = []
+    encoded = []
     for group in texts:
         body = json.dumps({"texts": list(group), "k": K}).encode()
         head = f"POST /v1/search HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAuthorization: Bearer {token}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        found.append(head.encode() + body)
-    return found
+        encoded.append(head.encode() + body)
+    return encoded
 
 
 async def check(port: int, requests: Sequence[bytes], uids: Sequence[Sequence[str]]) -> None:
@@ -319,10 +319,10 @@ async def check(port: int, requests: Sequence[bytes], uids: Sequence[Sequence[st
             raise SystemExit(
                 f"error: the server answers {answer.status} {answer.body[:300]!r}, expected 200"
             )
-        found = [label["uid"] for label in json.loads(answer.body)["results"][0]["answers"]]
-        if found != wanted:
+        answered = [label["uid"] for label in json.loads(answer.body)["results"][0]["answers"]]
+        if answered != wanted:
             raise SystemExit(
-                f"error: the server answers {found}, in process it is {wanted}; not the same bundle?"
+                f"error: the server answers {answered}, in process it is {wanted}; not the same bundle?"
             )
     pool.close()
 

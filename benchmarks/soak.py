@@ -141,10 +141,11 @@ def main() -> None:
         equal = sum(row[-1] == "yes" for row in rows)
         if equal == len(rows):
             shutil.rmtree(folder, ignore_errors=True)
-        met = Counter(str(row[4]) for row in rows)
+        phase_counts = Counter(str(row[4]) for row in rows)
         notes = [
             f"{equal} of {len(rows)} runs ended with the weights of the undisturbed run, byte for byte",
-            "met: " + ", ".join(f"{phase} {count}" for phase, count in sorted(met.items())),
+            "met: "
+            + ", ".join(f"{phase} {count}" for phase, count in sorted(phase_counts.items())),
             "planted corpus of 2,000 labels, 2 workers, scheduled, CPU, a refresh in every epoch",
             load,
         ]
@@ -163,18 +164,18 @@ def of_method(
     """A row for each trial of a method; those of a trial that was done before are read."""
     kept = data_sets.CACHE / "soak" / f"{method}-seed-{arguments.seed}.json"
     kept.parent.mkdir(parents=True, exist_ok=True)
-    found = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
-    done: dict[str, list[object]] = found.get("rows", {})
+    stored = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+    done: dict[str, list[object]] = stored.get("rows", {})
     expected: dict[str, str] | None = None
 
     def undisturbed() -> dict[str, str]:
         wait(start(method, corpus, folder / method))
-        found["steps"] = Run.open(folder / method).result()["steps"]  # type: ignore[index]
+        stored["steps"] = Run.open(folder / method).result()["steps"]  # type: ignore[index]
         return final_weights(folder / method)
 
-    if not found:
+    if not stored:
         expected = undisturbed()
-    for number, trial in enumerate(trials(arguments, method, found["steps"]), 1):
+    for number, trial in enumerate(trials(arguments, method, stored["steps"]), 1):
         what = f"{number} {trial.target} {trial.moment}"
         if what not in done:
             expected = expected or undisturbed()
@@ -192,7 +193,7 @@ def of_method(
                 continue
             shutil.rmtree(killed)
             done[what] = row
-            write_json(kept, {"steps": found["steps"], "rows": done})
+            write_json(kept, {"steps": stored["steps"], "rows": done})
         yield done[what]
 
 

@@ -115,8 +115,8 @@ def main() -> None:
 def pieces(part: str) -> list[Piece]:
     """What earlier calls did of a part."""
     lines = LEDGER.read_text().splitlines() if LEDGER.is_file() else []
-    found = [Piece(**json.loads(line)) for line in lines]
-    return [piece for piece in found if piece.part == part]
+    all_pieces = [Piece(**json.loads(line)) for line in lines]
+    return [piece for piece in all_pieces if piece.part == part]
 
 
 def write_results(out: Path) -> None:
@@ -129,17 +129,17 @@ def write_results(out: Path) -> None:
     bad = 0
     abouts = dict[str, None]()
     for name, (_, goal, what, disturbed) in PARTS.items():
-        known = pieces(name)
-        wrong = sum((Counter(piece.wrong) for piece in known), Counter[str]())
+        part_pieces = pieces(name)
+        wrong = sum((Counter(piece.wrong) for piece in part_pieces), Counter[str]())
         bad += wrong.total()
-        abouts |= {piece.about.split(", `")[0]: None for piece in known}
-        done = sum(p.done for p in known)
-        disturbances = sum(p.disturbances for p in known)
+        abouts |= {piece.about.split(", `")[0]: None for piece in part_pieces}
+        done = sum(p.done for p in part_pieces)
+        disturbances = sum(p.disturbances for p in part_pieces)
         mistakes = ", ".join(f"{number} x {mistake}" for mistake, number in wrong.items() if number)
         outcome = (f"wrong: {mistakes}" if mistakes else "nothing wrong") if done else "not run"
         outcome += f", {goal - done:,} to do" if 0 < done < goal else ""
-        notes = "; ".join(dict.fromkeys(piece.notes for piece in known if piece.notes))
-        seconds = f"{sum(p.seconds for p in known):.0f}"
+        notes = "; ".join(dict.fromkeys(piece.notes for piece in part_pieces if piece.notes))
+        seconds = f"{sum(p.seconds for p in part_pieces):.0f}"
         rows.append(
             [
                 name,
@@ -207,7 +207,7 @@ def swaps(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
     """Between two bundles, one of which has a label more."""
     bundles = [write_bundle_of(folder / "bundle", "texts"), folder / "other"]
     add_labels(bundles[0], [NewLabel("extra", "matrix vector norm")], bundles[1])
-    known = known_answers(bundles)
+    expected_answers = known_answers(bundles)
     config = ServeConfig(
         bundles={"a": str(bundles[0])},
         mode="single",
@@ -219,7 +219,7 @@ def swaps(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
         serving(config, "127.0.0.1", free_port()) as url,
         client_of(url, folder / "state") as admin,
     ):
-        askers = Askers(url, folder / "state", known)
+        askers = Askers(url, folder / "state", expected_answers)
         while piece.disturbances < left and time.monotonic() < deadline:
             insist(partial(admin.swap, str(bundles[(piece.disturbances + 1) % 2])))
             piece.disturbances += 1
@@ -231,7 +231,7 @@ def swaps(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
         askers.finish()
     count(piece, askers)
     piece.done = piece.disturbances
-    piece.wrong["version never seen"] += len(known) - len(askers.seen)
+    piece.wrong["version never seen"] += len(expected_answers) - len(askers.seen)
     piece.notes = f"{askers.asked:,} searches meanwhile"
     return piece
 
@@ -275,15 +275,15 @@ def labels(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
             piece.done += writer.acknowledged
             piece.wrong.update(writer.wrong)
         must = {uid: text for writer in writers for uid, text in writer.text.items()}
-        found = clients[0].search([""], len(must), filter={"allow": list(must)}).results[0].answers
-        piece.wrong["search disagrees"] += {a.uid: a.text for a in found} != {
+        remaining = (
+            clients[0].search([""], len(must), filter={"allow": list(must)}).results[0].answers
+        )
+        piece.wrong["search disagrees"] += {a.uid: a.text for a in remaining} != {
             u: t for u, t in must.items() if t
         }
         piece.disturbances = len(killer.killed)
         unknown = sum(writer.unknown for writer in writers)
-        piece.notes = (
-            f"{unknown} requests cut off, looked up afterwards; {len(found)} labels left at the end"
-        )
+        piece.notes = f"{unknown} requests cut off, looked up afterwards; {len(remaining)} labels left at the end"
     finally:
         server.close()
     return piece
@@ -360,12 +360,12 @@ def bodies(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
                 partial(ask_mutated, number=ROUND - sum(ROUTES.values())),
             ]:
                 try:
-                    found = ask(url, headers, seed_=left - piece.done)
+                    counts = ask(url, headers, seed_=left - piece.done)
                 except AssertionError as error:
                     piece.wrong[str(error)[:200]] += 1
                     continue
-                seen += found
-                piece.done += found.total()
+                seen += counts
+                piece.done += counts.total()
             memory.append(sum(map(resident_mib, everyone())))
         with client_of(url, state) as client:
             piece.wrong["no answer afterwards"] += (

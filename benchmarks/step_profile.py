@@ -179,11 +179,11 @@ def main() -> None:
 
 def settings(method: str, name: str, arguments: argparse.Namespace) -> tuple[RunConfig, str]:
     """The preset of a set, else the method's of the sample, else its defaults with ASTRA's encoder of the sample."""
-    found = next(
+    preset_name = next(
         (p for p in (f"{method}/{name}", f"{method}/sample") if p in configs.presets()), ""
     )
-    values = configs.load_yaml(f"preset:{found or 'astra/sample'}")
-    if not found:
+    values = configs.load_yaml(f"preset:{preset_name or 'astra/sample'}")
+    if not preset_name:
         values = {section: values[section] for section in ("encoder", "optim")}
     base = RunConfig.resolve(method, values, arguments.override).negatives
     common = [
@@ -196,7 +196,7 @@ def settings(method: str, name: str, arguments: argparse.Namespace) -> tuple[Run
     ]
     return RunConfig.resolve(
         method, values, common
-    ), f"preset {found}" if found else "default settings of the method"
+    ), f"preset {preset_name}" if preset_name else "default settings of the method"
 
 
 def profile(corpus: Corpus, config: RunConfig, clock: Clock) -> tuple[np.ndarray, dict[str, float]]:

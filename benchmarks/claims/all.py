@@ -96,9 +96,9 @@ def measure_one(script: str, variant: str, seed: int, full: bool, deadline: floa
         return "not measured, the time is up"
     torch.set_num_threads(1)
     claim: Claim = importlib.import_module(script).make(full)
-    found = measured(claim.variants[variant], seed)
-    shown = [f"{m} {mean({seed: found}, m):.4g}" for m in claim.metrics if m in found]
-    return f"{', '.join(shown)}; {found['cpu_s']:.0f} s"
+    result = measured(claim.variants[variant], seed)
+    shown = [f"{m} {mean({seed: result}, m):.4g}" for m in claim.metrics if m in result]
+    return f"{', '.join(shown)}; {result['cpu_s']:.0f} s"
 
 
 def write(claims: dict[str, Claim], arguments: argparse.Namespace) -> None:
@@ -166,9 +166,9 @@ def spent(
     """CPU seconds of a claim's measurements that no claim before it had."""
     total = 0.0
     for name, by_seed in results.items():
-        for seed, found in by_seed.items():
+        for seed, result in by_seed.items():
             path = result_file(variants[name], seed)
-            total += 0.0 if path in seen else found["cpu_s"]
+            total += 0.0 if path in seen else result["cpu_s"]
             seen.add(path)
     return total
 

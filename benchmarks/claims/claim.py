@@ -392,12 +392,12 @@ def main(make: Callable[[bool], Claim]) -> None:
     try:
         missing = due(claim, arguments.seeds, arguments.only)
         for number, (name, seed) in enumerate(missing, 1):
-            found = measured(claim.variants[name], seed)
+            result = measured(claim.variants[name], seed)
             values = ", ".join(
-                f"{m} {mean({0: found}, m):.4g}" for m in claim.metrics if m in found
+                f"{m} {mean({0: result}, m):.4g}" for m in claim.metrics if m in result
             )
             print(
-                f"{number}/{len(missing)} {name}, seed {seed}: {values}; {found['cpu_s']:.0f} s",
+                f"{number}/{len(missing)} {name}, seed {seed}: {values}; {result['cpu_s']:.0f} s",
                 flush=True,
             )
     except XmcrayError as error:
