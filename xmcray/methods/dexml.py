@@ -412,16 +412,18 @@ class EmbeddingCache:
         norm_S[partition.to_local(own_excluded)] = -1  # `_largest` passes over negative values
         own_ids = np.arange(partition.start, partition.stop)
         best_own = _largest(norm_S, own_ids, count)
+        if collectives.num_ranks() == 1:
+            return np.sort(best_own)
 
-        # Every rank sends its best labels with their norms, in one float64 array. A float64 holds
-        # integers up to 2^53, so ids survive.
+        # Every rank sends its best labels with their norms, in one array of integers. The bits of
+        # floats that are not negative have the order of the floats.
         best_norms = norm_S[partition.to_local(best_own)]
-        candidates = np.stack([best_norms, best_own], axis=1, dtype=np.float64)
+        candidates = np.stack([best_norms.view(np.int32), best_own], axis=1, dtype=np.int64)
         (own_candidates,) = to_device([torch.from_numpy(candidates)], gradient_SD.device)
         gathered = collectives.gather_ragged(own_candidates)
-        norm_K, id_K = torch.cat(gathered).cpu().numpy().T
-        largest = _largest(norm_K, id_K.astype(np.int64), count)
-        return np.sort(largest)
+        norm_bits_K, id_K = torch.cat(gathered).cpu().numpy().T
+        # The ranks of a plan, which exist on paper only, all send the same labels.
+        return np.unique(_largest(norm_bits_K, id_K, count))
 
     def refreshed(self, label_ids: Int64Array, vector_UD: Tensor) -> Tensor:
         """[S, D], a copy in which some of this rank's labels have other vectors."""
@@ -436,7 +438,7 @@ class EmbeddingCache:
         self.vector_SD.index_copy_(0, local_U, vector_UD)
 
 
-def _largest(values: npt.NDArray[np.floating[Any]], ids: Int64Array, count: int) -> Int64Array:
+def _largest(values: npt.NDArray[np.number[Any]], ids: Int64Array, count: int) -> Int64Array:
     """Ids of the `count` largest values that are not negative; of equal values the lower ids."""
     if count < len(values):
         # A partial sort finds the count-th largest value; only what reaches it needs sorting.

@@ -253,6 +253,19 @@ def test_every_method_has_a_plan_and_more_of_anything_takes_more(method: str) ->
     assert larger["dimensions"].worker_bytes > small.worker_bytes
 
 
+@pytest.mark.parametrize("workers", [1, 8])
+def test_labels_that_a_cache_adds_to_a_batch_are_planned(workers: int) -> None:
+    size = from_numbers(40_000, 40_000, tokens_per_text=12)
+    seconds = []
+    for cache_hard in (64, 4096):
+        settings = ["encoder.dim=32", "method.columns=cache", f"method.cache_hard={cache_hard}"]
+        config = RunConfig.resolve("dexml", {}, [*settings, "optim.batch_size=64"])
+        step_s = trace(config, size, device_rates("a100-80gb"), workers).step_s
+        # Token vectors that are read, and updated.
+        seconds.append(step_s["rows of tables"])
+    assert 1.2 * seconds[0] < seconds[1]
+
+
 def test_workers_share_label_rows_and_price_is_per_worker_and_hour() -> None:
     alone = made(workers=1, price_per_hour=2.0)
     eight = made(workers=8, price_per_hour=2.0)
