@@ -107,7 +107,8 @@ def regulariser(
         far_N = F.relu(far_N)
         counts = torch.stack([(near_P != 0).sum(), (far_N != 0).sum()])
     else:
-        counts = torch.tensor([len(near_P), len(far_N)], device=near_P.device)
+        # Filled on the device: a copy from the host would be one more wait.
+        counts = torch.stack([near_P.new_full((), len(near_P)), far_N.new_full((), len(far_N))])
     counts = collectives.sum_over_ranks(counts.to(prototype_AC.dtype)).clamp_min(1)
     near_mean = positives.weighted(near_P).sum() / counts[0]
     far_mean = far_N.sum() / counts[1]

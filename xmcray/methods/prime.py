@@ -293,14 +293,11 @@ class Prime(Method):
         is_own = partition.owns(positives.values)
         local_ids = partition.to_local(positives.values[is_own])
         queries = positives.row_ids[is_own]
-        labels_P, queries_P = to_device(
-            [torch.from_numpy(local_ids), torch.from_numpy(queries)], self.context.device
-        )
         move_centroids(
             self.centroid_SD,
-            labels_P,
+            torch.from_numpy(local_ids),
             output.query_GD,
-            queries_P,
+            torch.from_numpy(queries),
             self.config.centroid_momentum,
         )
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xmcray.nn.row_table import sum_by_row
+from xmcray.parallel.transfers import to_device
 
 
 class PrototypeNetwork(nn.Module):
@@ -102,26 +102,35 @@ def move_centroids(
 
     Args:
         centroid_SD: c of this rank's labels; changed.
-        label_T: int64, row of `centroid_SD` of each entry.
+        label_T: int64 on the host, row of `centroid_SD` of each entry.
         query_GD: the queries' vectors h_q.
-        query_T: int64, row of `query_GD` of each entry.
+        query_T: int64 on the host, row of `query_GD` of each entry.
         momentum: share of the old centroid.
     """
     # n moves in a row are one weighted sum: an entry with k later entries of its label has the
     # weight (1 - momentum) * momentum^k, and the old centroid has momentum^n.
     # Sorted by label, entries of a label are neighbours; a stable sort keeps their order.
-    order_T = torch.argsort(label_T, stable=True)
-    _, count_U = label_T[order_T].unique_consecutive(return_counts=True)
+    # All of this is done on the host: the device would have to say how many labels there are.
+    sorted_T, order_T = torch.sort(label_T, stable=True)
+    ids_U, count_U = sorted_T.unique_consecutive(return_counts=True)
+    end_U = count_U.cumsum(0)
     # Position of the last entry of each entry's label, and how many entries lie between.
-    last_of_label_T = count_U.cumsum(0).repeat_interleave(count_U) - 1
-    position_T = torch.arange(len(order_T), device=order_T.device)
-    later_T = last_of_label_T - position_T
-    sorted_weight_T = (1 - momentum) * momentum ** later_T.to(query_GD)
-    # Back to the order of the entries.
-    weight_T = torch.empty_like(sorted_weight_T)
-    weight_T[order_T] = sorted_weight_T
-    ids_U, sum_UD = sum_by_row(label_T, query_T, query_GD, weight_T)
-    # The labels ascend in both `ids_U` and `count_U`.
+    last_of_label_T = end_U.repeat_interleave(count_U) - 1
+    later_T = last_of_label_T - torch.arange(len(order_T))
+    # Where each label's entries begin, and the end of the last.
+    offsets = F.pad(end_U, (1, 0))
+    source_T, offsets, ids_U, count_U, later_T = to_device(
+        [query_T[order_T], offsets, ids_U, count_U, later_T], query_GD.device
+    )
+    # A bag of embeddings adds up in the order of its entries.
+    sum_UD = F.embedding_bag(
+        source_T,
+        query_GD,
+        offsets,
+        mode="sum",
+        per_sample_weights=(1 - momentum) * momentum ** later_T.to(query_GD),
+        include_last_offset=True,
+    )
     old_share_U1 = momentum ** count_U.to(query_GD)[:, None]
     centroid_SD[ids_U] = centroid_SD[ids_U] * old_share_U1 + sum_UD
 
