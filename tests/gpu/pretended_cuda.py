@@ -40,6 +40,7 @@ _SYNCS = {
     "is_nonzero",
     "masked_select",
     "nonzero",
+    "repeat_interleave",
     "unique_consecutive",
     "unique_dim",
 }
@@ -300,7 +301,7 @@ def _count(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], to_device:
         counts.products[str(args[0].dtype)] += 1
     if name in ("_to_copy", "copy_"):
         _count_copy(name, args, kwargs, to_device)
-    elif name in _SYNCS:
+    elif name in _SYNCS and kwargs.get("output_size") is None:
         counts.syncs[f"{name} {_line()}"] += 1
         counts.launches[name] += 1
     elif name not in _VIEWS:

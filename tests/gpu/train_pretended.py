@@ -16,7 +16,7 @@ import sys
 import traceback
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +150,8 @@ def answers(folder: Path, name: str) -> dict[str, Any]:
     return {"device": device, "labels": labels, "expected": expected}
 
 
-def one_of_eight(method: str, settings: list[str], num_labels: int) -> dict[str, Any]:
-    """Steps of one rank of eight on random data; the others send what this one sends.
+def one_rank(method: str, settings: list[str], num_labels: int, ranks: int) -> dict[str, Any]:
+    """Steps of the first of some ranks on random data; the others send what this one sends.
 
     Returns:
         Counts of the second step, the most bytes of the device during it, those by the plan, and
@@ -160,22 +160,20 @@ def one_of_eight(method: str, settings: list[str], num_labels: int) -> dict[str,
     config = RunConfig.resolve(method, {}, settings)
     size = from_numbers(num_labels, num_labels, tokens_per_text=12, positives_per_query=5)
     data: Any = StandInData(size, config.data.augment_with_labels)
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     live_before = counts.live_bytes
-    with PretendedCuda():
+    with _group(ranks), PretendedCuda():
         encoder = StaticEncoder(torch.ones(size.vocab_size), config.encoder.dim).to(CUDA)
-        setup = assemble(config, data, encoder, CUDA, LabelPartition(num_labels, 8, 0))
-        setup.stepper.step(data.batch(config, 1, 8), data)
-        batch = data.batch(config, 2, 8)
+        setup = assemble(config, data, encoder, CUDA, LabelPartition(num_labels, ranks, 0))
+        setup.stepper.step(data.batch(config, 1, ranks), data)
+        batch = data.batch(config, 2, ranks)
         before = {kind: Counter(getattr(counts, kind)) for kind in KINDS}
         counts.peak_bytes = counts.live_bytes
         tracemalloc.start()
         setup.stepper.step(batch, data)
         _, array_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    dist.destroy_process_group()
-    plan = estimate(config, size, device_rates("a100-80gb"), workers=8)
-    elsewhere = plan.device_bytes["CUDA"] + plan.device_bytes[INDEX]
+    plan = estimate(config, size, device_rates("a100-80gb"), workers=ranks)
+    elsewhere = plan.device_bytes["CUDA"] + plan.device_bytes.get(INDEX, 0)
     planned_bytes = sum(plan.device_bytes.values()) - elsewhere
     cost = {kind: sum((getattr(counts, kind) - before[kind]).values()) for kind in KINDS}
     return {
@@ -184,6 +182,19 @@ def one_of_eight(method: str, settings: list[str], num_labels: int) -> dict[str,
         "planned_bytes": planned_bytes,
         "array_bytes": array_bytes,
     }
+
+
+@contextlib.contextmanager
+def _group(ranks: int) -> Iterator[None]:
+    """Torch's fake group around the first of some ranks."""
+    if ranks == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def hard_negatives(folder: Path) -> dict[str, Any]:
@@ -279,10 +290,12 @@ def search_of_lists() -> dict[str, Any]:
     }
 
 
-def resumed(folder: Path, name: str, settings: list[str], corpus_name: str) -> dict[str, Any]:
-    """Interrupts a run of ASTRA on the device and goes on; the weights are to be those of a run."""
+def resumed(
+    folder: Path, name: str, method: str, settings: list[str], corpus_name: str
+) -> dict[str, Any]:
+    """Interrupts a run on the device and goes on; the weights are to be those of a whole run."""
     corpus = Corpus.open(folder / corpus_name, verify=False)
-    config = RunConfig.resolve("astra", {}, [*settings, "log.checkpoint_every=4"])
+    config = RunConfig.resolve(method, {}, [*settings, "log.checkpoint_every=4"])
     run = open_or_create(folder / "runs" / f"{name}, resumed", config, corpus, "auto")
 
     def interrupt(step: int) -> None:
@@ -341,12 +354,12 @@ def main() -> None:
     for name, case in sorted(trained, key=lambda item: item[1][2], reverse=True):
         note(name, train, folder, name, *case)
     for name, case in cases["of a rank"].items():
-        note(name, one_of_eight, *case)
+        note(name, one_rank, *case)
     for name in cases["served"]:
         note(f"answers of {name}", answers, folder, name)
     for name in cases["resumed"]:
-        _, settings, _, corpus_name = cases["trained"][name]
-        note(f"{name}, resumed", resumed, folder, name, settings, corpus_name)
+        method, settings, _, corpus_name = cases["trained"][name]
+        note(f"{name}, resumed", resumed, folder, name, method, settings, corpus_name)
     note("hard negatives", hard_negatives, folder)
     note("blocks", exact_search_of_blocks)
     note("lists", search_of_lists)
