@@ -19,8 +19,9 @@ from shell import SMALL_SETTINGS, Shell, run_command
 from xmcray import cli
 from xmcray.data.corpus import Corpus
 from xmcray.methods.registry import method_names
+from xmcray.storage.work_folder import locked
 from xmcray.training import outcome
-from xmcray.training import run as runs
+from xmcray.training.run import RUN_FOLDER, Run
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--workers 0 --set optim.epochs=2 " + SMALL_SETTINGS
@@ -59,7 +60,7 @@ def test_a_finished_run_has_everything(folder: Path) -> None:
         "intervals",
     } <= metrics.keys()
     page = (run / "report.html").read_text()
-    assert runs.Run.open(run).corpus_sha256 in page
+    assert Run.open(run).corpus_sha256 in page
     assert "Validation precision" in page
 
 
@@ -74,7 +75,7 @@ def test_refit_trains_on_everything_for_the_best_number_of_epochs(
     folder: Path, shell: Shell, tmp_path: Path
 ) -> None:
     shell.run(f"train astra --data {folder}/corpus --out {tmp_path}/r {SMALL} --refit")
-    run = runs.Run.open(tmp_path / "r")
+    run = Run.open(tmp_path / "r")
     assert run.config.data.validation == 0
     assert 1 <= run.config.optim.stop_epoch <= 2
     assert (
@@ -298,19 +299,45 @@ def test_a_corpus_with_one_changed_byte(folder: Path, shell: Shell, tmp_path: Pa
 
 def test_a_run_directory_in_use(folder: Path, shell: Shell, tmp_path: Path) -> None:
     train = f"train astra --data {folder}/corpus --out {tmp_path}/r {SMALL}"
-    with runs.locked(tmp_path / "r"):
+    with locked(tmp_path / "r", RUN_FOLDER):
         assert "is in use by another process; wait for it" in shell.error(train)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_resume_never_on_a_folder_that_is_not_empty(
-    folder: Path, shell: Shell, tmp_path: Path
-) -> None:
+def test_a_folder_that_is_not_empty(folder: Path, shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    train = f"train astra --data {folder}/corpus --out {tmp_path} {SMALL}"
-    assert "is not empty and --resume never was given" in shell.error(f"{train} --resume never")
-    assert "is not a run" in shell.error(train)
-    assert contents(tmp_path)["notes.txt"] == b"mine"
+    train = f"train astra --data {folder}/corpus {SMALL}"
+    assert "holds notes.txt and no run" in shell.error(f"{train} --out {tmp_path}")
+    assert contents(tmp_path) == {"notes.txt": b"mine"}
+    never = f"{train} --out {folder}/run --resume never"
+    assert "is not empty and --resume never was given" in shell.error(never)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"train astra {SMALL}",
+        f"train astra --refit {SMALL}",
+        "tune astra --trials 1",
+        "tune --bundle {}/run --space space:index",
+        "auto --budget 60s",
+        "memory {}/run",
+        "fuse {}/run",
+        "distil {}/run --into static",
+        "calibrate {}/run",
+    ],
+)
+@pytest.mark.parametrize("artifact", ["corpus", "run/bundle"])
+def test_an_artifact_as_out_stays_as_it_is(
+    command: str, artifact: str, folder: Path, shell: Shell, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(folder / artifact, other)
+    before = contents(other)
+    command = command.replace("{}", str(folder))
+    message = shell.error(f"{command} --data {folder}/corpus --out {other}")
+    assert "choose another --out" in message
+    assert contents(other) == before
 
 
 def test_resume_with_another_corpus_or_configuration(

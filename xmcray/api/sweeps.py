@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from xmcray import config as configs
 from xmcray.api.settings_sources import Location, Settings, merged
-from xmcray.errors import ConfigError, RunError
+from xmcray.errors import ConfigError
 from xmcray.methods.registry import check_method_name
 from xmcray.paths import bundle_at
 from xmcray.terminal import printable
@@ -30,7 +30,6 @@ DEFAULT_TRIALS = 16  # trainings
 DEFAULT_DRAWS = 200  # settings of a bundle
 DEFAULT_KEEP = 3
 METRIC = "nDCG@5"
-_BUNDLE_FILES = {"lock", "results.json", "report.html", "best.yaml"}
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 # Settings that name a transformer.
 _MODELS = frozenset(("encoder.name", "encoder.init_from"))
@@ -220,12 +219,12 @@ def _run(
 ) -> Sweep:
     """Runs the trials that have not ended and writes the results."""
     from xmcray.data.corpus import Corpus
-    from xmcray.training.run import locked
+    from xmcray.storage.work_folder import locked
     from xmcray.tuning.report import write_report
-    from xmcray.tuning.sweep import Sweep
+    from xmcray.tuning.sweep import SWEEP_FOLDER, Sweep
 
     folder = Path(out).absolute()
-    with locked(folder):
+    with locked(folder, SWEEP_FOLDER):
         sweep = Sweep.open_or_create(folder, definition)
         # Ray Tune takes seconds to import, and another sweep in the folder is refused before that.
         from xmcray.tuning.search import run_sweep
@@ -294,19 +293,13 @@ def tune_bundle(
     parsed = parse_space(configs.load_yaml(space_name), space_name)
     family_of(parsed, space_name)
     from xmcray.data.corpus import Corpus
-    from xmcray.training.run import locked
-    from xmcray.tuning.inference import sweep_bundle
+    from xmcray.storage.work_folder import locked
+    from xmcray.tuning.inference import BUNDLE_SWEEP_FOLDER, sweep_bundle
 
     corpus = Corpus.open(os.fspath(data))
     folder = Path(out).absolute()
     path = bundle_at(os.fspath(bundle), os.fspath(data))
-    with locked(folder):
-        # A sweep of a bundle starts anew each time, so it may replace only its own files.
-        foreign = sorted({path.name for path in folder.iterdir()} - _BUNDLE_FILES)
-        if foreign:
-            raise RunError(
-                f"{folder} holds {foreign[0]}, not a sweep of a bundle; choose another --out"
-            )
+    with locked(folder, BUNDLE_SWEEP_FOLDER):
         sweep = sweep_bundle(path, corpus, parsed, trials, seed, metric, space_name)
         sweep.write(folder, f"Settings of {Path(bundle).name} on {corpus.card.name}")
     return sweep

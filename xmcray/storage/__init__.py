@@ -10,5 +10,6 @@ first and the manifest last. Readers ignore a directory without a verified manif
     remote         URLs of object stores and of the Hugging Face Hub
     manifest       what an artifact consists of, and whether it still does
     artifact       artifacts are made, opened, linked and locked
+    work_folder    folders that a command goes on with, found and locked
     cache          this machine's copies of remote artifacts
 """

@@ -28,6 +28,7 @@ from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.ray_adapter.session import ray_session
 from xmcray.ray_adapter.workers import WorkerGroup, run_workers
 from xmcray.storage.remote import is_url
+from xmcray.storage.work_folder import locked
 from xmcray.training import trackers
 from xmcray.training.checkpoint import newest as newest_checkpoint
 from xmcray.training.loop import Loop, build
@@ -36,13 +37,13 @@ from xmcray.training.preemption import StopFlag, terminated
 from xmcray.training.process import configure_this_process, worker_environment
 from xmcray.training.records import read_records
 from xmcray.training.run import (
+    RUN_FOLDER,
     SELECTION,
     Run,
     RunConfig,
     clear_progress,
     discard,
     forget_mistake,
-    locked,
     noted_mistake,
     open_or_create,
     refuse_contents,
@@ -101,7 +102,7 @@ def train(
         logger.warning(warning)
     if config.encoder.side == "mix" and card.side_width:
         _warn_of_noise(TrainingData(opened, config.data))
-    with locked(path):
+    with locked(path, RUN_FOLDER):
         if resume == "never":
             refuse_contents(path)
         if refit:

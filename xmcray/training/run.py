@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -42,8 +41,8 @@ from xmcray.negatives.plan import NegativesConfig
 from xmcray.nn.encoder import EncoderConfig
 from xmcray.nn.heads import FusionConfig
 from xmcray.retrieval.votes import MemoryConfig
-from xmcray.storage.path_errors import disk_errors
 from xmcray.storage.whole_files import read_json, write_json, write_text
+from xmcray.storage.work_folder import FolderKind, contents
 from xmcray.training.optim import OptimConfig
 
 MOST_WORKERS = 65_536
@@ -51,6 +50,8 @@ _MISTAKE = "mistake.json"
 OPTIONAL_SECTIONS: Mapping[str, type[Any]] = {"memory": MemoryConfig, "fusion": FusionConfig}
 SELECTION, VECTORS = "selection", "vectors"
 START = "start"
+# A killed process may leave these before the folder has a run.json.
+RUN_FOLDER = FolderKind("run", "run.json", (SELECTION, VECTORS, START))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,7 +374,7 @@ def open_or_create(
     for name in ("run.json", "config.yaml"):
         for temporary in path.glob(f".{name}.*"):
             temporary.unlink()
-    if _contents(path) <= {SELECTION, VECTORS, START}:
+    if contents(path) <= set(RUN_FOLDER.parts):
         path.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(path / START, ignore_errors=True)
         start = write_start() if write_start else None
@@ -397,7 +398,7 @@ def open_or_create(
 
 def refuse_contents(path: Path) -> None:
     """Raises RunError if the folder holds anything but a lock."""
-    if _contents(path):
+    if contents(path):
         raise RunError(
             f"{path} is not empty and --resume never was given; remove it or choose another --out"
         )
@@ -410,7 +411,8 @@ def discard(run: Run) -> None:
     clear_progress(run)
     run.remove_vectors()
     shutil.rmtree(run.path / START, ignore_errors=True)
-    for name in ("run.json", "config.yaml"):
+    # In this order: without run.json, config.yaml would be taken for something else.
+    for name in ("config.yaml", "run.json"):
         (run.path / name).unlink(missing_ok=True)
     if not any(run.path.iterdir()):
         run.path.rmdir()
@@ -446,37 +448,3 @@ def noted_mistake(run: Run) -> XmcrayError | None:
 def forget_mistake(run: Run) -> None:
     """Removes what `note_mistake` kept."""
     (run.path / _MISTAKE).unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Holds the run's lock, so that one process trains in a folder at a time.
-
-    The system frees it when the process dies. A folder that holds nothing but the lock afterwards
-    is removed.
-    """
-    with disk_errors(path):
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise RunError(f"{path} is a file; --out names a folder") from None
-        with (path / "lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunError(
-                    f"{path} is in use by another process; wait for it or choose another --out"
-                ) from None
-            try:
-                yield
-            finally:
-                if not _contents(path):
-                    (path / "lock").unlink()
-                    path.rmdir()
-
-
-def _contents(path: Path) -> set[str]:
-    """Names in the folder without the lock; none if there is no folder."""
-    if not path.is_dir():
-        return set()
-    return {entry.name for entry in path.iterdir()} - {"lock"}

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from xmcray.data.corpus import Corpus
-from xmcray.training.run import locked
+from xmcray.storage.work_folder import locked
 from xmcray.tuning.auto_bundle import BundleMaker
 from xmcray.tuning.auto_results import write_results
 from xmcray.tuning.auto_search import CandidateSearch, Say
 from xmcray.tuning.lanes import Lanes
 from xmcray.tuning.space import Values
-from xmcray.tuning.study import Budget, Study, minutes
+from xmcray.tuning.study import STUDY_FOLDER, Budget, Study, minutes
 
 
 def auto(
@@ -51,7 +51,7 @@ def auto(
     path = Path(out).absolute()
     budget = Budget(budget_s)
     lanes = Lanes()
-    with locked(path):
+    with locked(path, STUDY_FOLDER):
         study = Study.open_or_create(path, corpus, methods, overrides)
         try:
             left_out = CandidateSearch(study, budget, lanes, say).run()

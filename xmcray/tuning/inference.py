@@ -40,6 +40,7 @@ from xmcray.retrieval.shards import SearchScope
 from xmcray.retrieval.votes import VOTE_QUERIES, MemoryConfig, sweep
 from xmcray.storage.artifact import open_artifact
 from xmcray.storage.whole_files import write_json, write_text
+from xmcray.storage.work_folder import FolderKind
 from xmcray.training.export import index_spec, sample_rows
 from xmcray.training.held_out import held_out_by
 from xmcray.training.outcome import check_fits
@@ -52,6 +53,11 @@ from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, spans
 
 # Of the indexes that lose less than this to the best one, the fastest is the best.
 TOLERATED_LOSS = 0.001
+
+# Such a sweep starts anew each time, so it may replace only its own files.
+BUNDLE_SWEEP_FOLDER = FolderKind(
+    "sweep of a bundle", None, ("results.json", "report.html", "best.yaml")
+)
 
 FAMILIES: Mapping[str, type[Any]] = {**OPTIONAL_SECTIONS, "index": IndexSpec}
 

@@ -27,12 +27,14 @@ from xmcray import config as configs
 from xmcray.data.corpus import Corpus
 from xmcray.errors import RunError, readable
 from xmcray.storage.whole_files import read_json, write_json
+from xmcray.storage.work_folder import FolderKind
 from xmcray.training.run import RunConfig
 from xmcray.tuning.lanes import threads_of_lane
 from xmcray.tuning.portfolio import METHODS, Candidate, candidates
 from xmcray.tuning.space import Values, nested
 from xmcray.tuning.sweep import Sweep, SweepConfig, Trial
 
+STUDY_FOLDER = FolderKind("study", "auto.json")
 METRICS = ("P@1", "P@5", "PSP@5")
 METRIC = "+".join(METRICS)  # their mean
 # Held-out queries that are wanted, and the shares of the training queries that this may be.
@@ -160,7 +162,7 @@ class Study:
             overrides: settings of all trials, by dotted name.
         Raises:
             ConfigError: a method does not accept the overrides.
-            RunError: the folder holds another study, or something else.
+            RunError: the folder holds another study.
         """
         file = path / "auto.json"
         wanted = {
@@ -178,9 +180,6 @@ class Study:
                     f"{path} was started with {difference}; use the same command or another --out"
                 )
             return cls(path, corpus, chosen, Clock(path / "clock.json"))
-        foreign = sorted({item.name for item in path.iterdir()} - {"lock"})
-        if foreign:
-            raise RunError(f"{path} holds {foreign[0]} and no study; choose another --out")
         chosen = []
         for candidate in candidates(corpus, methods):
             values = {**candidate.values, **overrides}

@@ -30,10 +30,13 @@ from xmcray import config as configs
 from xmcray.config import check_choices, check_range
 from xmcray.errors import ConfigError, RunError
 from xmcray.storage.whole_files import write_json, write_text
+from xmcray.storage.work_folder import FolderKind
 from xmcray.training.records import read_records
 from xmcray.training.run import RunConfig
 from xmcray.tuning.space import Space, Values, nested, parse_space
 
+# A killed process may leave the parts before the folder has a sweep.json.
+SWEEP_FOLDER = FolderKind("sweep", "sweep.json", ("ledger", "trials"))
 # What a validation during training measures.
 METRICS = ("nDCG@5", "P@1", "P@3", "P@5", "PSP@1", "PSP@5", "R@10")
 State = Literal["finished", "stopped", "unfinished", "failed"]  # in the order of the ranking
@@ -180,8 +183,7 @@ class Sweep:
         """Opens the sweep in a folder, or starts one there. The caller holds the lock.
 
         Raises:
-            RunError: the folder holds another sweep (the message names the first difference), or
-                something else.
+            RunError: the folder holds another sweep; the message names the first difference.
         """
         if (path / "sweep.json").is_file():
             sweep = cls.open(path)
@@ -191,11 +193,6 @@ class Sweep:
                     f"{path} holds a sweep with {difference};"
                     " use the same settings or another --out"
                 )
-        else:
-            names = {item.name for item in path.iterdir()}
-            foreign = sorted(names - {"lock", "ledger", "trials"})
-            if foreign:
-                raise RunError(f"{path} holds {foreign[0]} and no sweep; choose another --out")
         (path / "ledger").mkdir(exist_ok=True)
         (path / "trials").mkdir(exist_ok=True)
         # Written last, because this file makes the folder a sweep; and at every start, because the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import yaml
 
 from xmcray.errors import RunError
 from xmcray.storage.whole_files import aside
-from xmcray.training.run import Run, RunConfig, locked, open_or_create
+from xmcray.storage.work_folder import locked
+from xmcray.training.run import RUN_FOLDER, Run, RunConfig, discard, open_or_create
 
 
 @dataclass
@@ -26,7 +28,7 @@ class Killed(BaseException):
 
 def start(path: Path, *settings: str) -> Run:
     corpus: Any = AnyCorpus(str(path.parent / "corpus"))
-    with locked(path):
+    with locked(path, RUN_FOLDER):
         return open_or_create(path, RunConfig.resolve("astra", {}, settings), corpus, "auto")
 
 
@@ -86,3 +88,22 @@ def test_runs_may_share_the_vectors_of_a_frozen_encoder(tmp_path: Path) -> None:
         run.remove_vectors()
     assert second.vectors.is_dir()
     assert not alone.vectors.exists()
+
+
+def test_a_run_that_was_being_discarded_can_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = Path.unlink
+
+    def killed_before(self: Path, missing_ok: bool = False) -> None:
+        if self.name == "config.yaml" and not (self.parent / "run.json").exists():
+            raise Killed
+        unlink(self, missing_ok)
+
+    path = tmp_path / "r"
+    first = start(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed_before)
+        with contextlib.suppress(Killed):
+            discard(first)
+    assert start(path).id != first.id

@@ -201,7 +201,7 @@ def test_the_command(corpus: Corpus, memory: str, tmp_path: Path, shell: Shell) 
     again = json.loads(shell.run(f"{command} --trials 8 --json"))
     assert again == results, "the same samples, the same numbers"
     (out / "thesis.tex").touch()
-    assert "holds thesis.tex, not a sweep of a bundle" in shell.error(command)
+    assert "holds thesis.tex and no sweep of a bundle" in shell.error(command)
 
 
 def test_the_best_index_is_exported(corpus: Corpus, tmp_path: Path, shell: Shell) -> None:

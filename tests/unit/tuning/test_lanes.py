@@ -16,8 +16,9 @@ from processes import last_step, wait_until
 
 from xmcray import config as configs
 from xmcray.errors import RunError, StorageError
+from xmcray.storage.work_folder import locked
 from xmcray.training.preemption import Terminated
-from xmcray.training.run import RunConfig, locked
+from xmcray.training.run import RUN_FOLDER, RunConfig
 from xmcray.tuning import lanes
 from xmcray.tuning.lanes import Lanes
 
@@ -76,7 +77,7 @@ def test_a_mistake_of_one_training_is_raised_and_the_others_save_a_checkpoint(
         two_lanes.map(run, ["long", "wrong", "later"])
     assert has_checkpoint(long)
     assert not (tmp_path / "later").exists()
-    with pytest.raises(Terminated), locked(long):
+    with pytest.raises(Terminated), locked(long, RUN_FOLDER):
         # The lock is free, and nothing begins any more.
         two_lanes.train(str(corpus), long, config(1), False, unwatched)
 
@@ -124,7 +125,7 @@ def _parent(corpus: Path, run: Path) -> None:
 
 def _is_locked(run: Path) -> bool:
     try:
-        with locked(run):
+        with locked(run, RUN_FOLDER):
             return False
     except RunError:
         return True

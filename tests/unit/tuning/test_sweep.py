@@ -107,10 +107,6 @@ def test_a_restart_reads_what_was_written(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text("{")
     with pytest.raises(RunError, match="damaged"):
         Sweep.open(tmp_path)
-    (tmp_path / "sweep.json").unlink()
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(RunError, match=r"holds thesis.tex and no sweep"):
-        Sweep.open_or_create(tmp_path, config())
 
 
 def test_what_was_drawn_stays_drawn_and_ended_trials_do_not_come_back(tmp_path: Path) -> None:
