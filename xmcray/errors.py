@@ -6,6 +6,7 @@
     |-- RunError           a run directory: in use, not empty, of another corpus, no checkpoint
     |-- StorageError       the disk or object store: full, unreadable, altered since it was written
     |-- ResourceError      the machine or the cluster lacks a requested resource
+    |-- OutOfMemoryError   the machine or its accelerator has too little memory
     |-- PartitionError     ranks that do not agree about who owns which label
     |-- ShortlistError     hard negatives that are missing or too old
     |-- BundleError        a bundle that cannot be loaded or searched
@@ -18,6 +19,7 @@ Any other exception that escapes is our own mistake and ends with a traceback an
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 from xmcray.terminal import printable
@@ -50,6 +52,10 @@ class StorageError(XmcrayError):
 
 class ResourceError(XmcrayError):
     """The machine or the cluster lacks a requested resource."""
+
+
+class OutOfMemoryError(XmcrayError):
+    """The machine or its accelerator has too little memory for what was asked."""
 
 
 class PartitionError(XmcrayError):
@@ -91,3 +97,34 @@ def readable(
             raise
         reason = one_line(f"{type(error).__name__}: {error}", 160)
         raise error_type(f"{failure} ({reason}); {remedy}") from error
+
+
+# What torch's messages say of memory. Its exception for CPUs is a plain RuntimeError.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+# What torch and numpy say of a size that overflows, so that they ask the system for nothing.
+_OVERFLOWS = (
+    "Storage size calculation overflowed",
+    "alloc_cpu() seems to have been called with negative number",
+    "Overflow when unpacking long",
+    "array is too big",
+    "Maximum allowed dimension exceeded",
+)
+
+
+@contextlib.contextmanager
+def memory_errors() -> Iterator[None]:
+    """Turns a failed allocation of Python, numpy, Arrow, torch or FAISS into an OutOfMemoryError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, TypeError, ValueError) as error:
+        message = str(error)
+        is_named = any(phrase in message for phrase in (*_NO_MEMORY, *_OVERFLOWS))
+        if not isinstance(error, MemoryError) and not is_named:
+            raise
+        # "you tried to allocate 4000 bytes", "Unable to allocate 7.11 PiB", and so on.
+        amount = re.search(r"allocate ([0-9.]+ \w+)", message)
+        needed = amount[1] if amount else one_line(message, 160) or "more"
+        raise OutOfMemoryError(
+            f"there is no memory for {needed}, expected sizes that fit; lower them, or use a machine"
+            " with more (`xmcray plan` estimates what a training needs)"
+        ) from error

@@ -74,3 +74,16 @@ def test_more_workers_than_cpus(tmp_path: Path, capfd: pytest.CaptureFixture[str
     expected = "error: 9 workers ask for 1 CPUs each, the cluster's nodes have 4; lower --workers or cluster.cpus_per_worker\n"
     assert capfd.readouterr().err == expected
     assert not Path(run).exists()
+
+
+def test_more_memory_than_there_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_planted(tmp_path / "raw", num_queries=30, num_labels=10)
+    corpus, run = str(tmp_path / "corpus"), str(tmp_path / "run")
+    assert run_command(f"prepare {tmp_path}/raw --out {corpus}") == 0
+    capfd.readouterr()
+    train = f"train astra --data {corpus} --out {run} --workers 2"
+    assert run_command(f"{train} --set encoder.dim=1000000000000000") == 2
+    error = capfd.readouterr().err
+    assert error.startswith("error: there is no memory for ")
+    assert error.count("\n") == 1
+    assert not Path(run).exists()

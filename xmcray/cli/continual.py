@@ -24,7 +24,7 @@ from typing import Any
 from xmcray import config
 from xmcray.cli.arguments import add_config, merged_settings
 from xmcray.cli.output import show_line
-from xmcray.errors import ConfigError, XmcrayError, readable
+from xmcray.errors import ConfigError, XmcrayError, memory_errors, readable
 from xmcray.storage.artifact import exclusive
 from xmcray.storage.manifest import MANIFEST, read_manifest
 from xmcray.storage.path_errors import disk_errors
@@ -236,4 +236,5 @@ def _run(words: list[str]) -> None:
     show_line(f"$ {shlex.join(['xmcray', *words])}")
     options = cli.parser().parse_args(words)
     run: Callable[[argparse.Namespace], None] = options.run
-    run(options)
+    with memory_errors():
+        run(options)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from xmcray.errors import memory_errors
 from xmcray.nn.label_side import LabelSide
 from xmcray.retrieval.answers import FoundLabel
 from xmcray.retrieval.attributes import LabelAttributes
@@ -92,6 +93,7 @@ class Snapshot:
     _views: dict[str, Retriever] = field(default_factory=dict, init=False)
 
     @classmethod
+    @memory_errors()
     def load(
         cls,
         bundle: str,
@@ -112,6 +114,7 @@ class Snapshot:
             rerank: a cross-encoder that reads the best answers again; none if empty.
         Raises:
             StorageError, BundleError: missing, altered, malformed, or not a bundle.
+            OutOfMemoryError: it does not fit.
         """
         retriever = Retriever.load(bundle, threads=threads, subset=subset, precision=encoder)
         if rerank and subset in (ALL_SHARDS, NO_SHARDS):

@@ -20,7 +20,14 @@ from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.node_copy import CorpusSource
 from xmcray.data.side_signal import side_signal
-from xmcray.errors import ConfigError, ResourceError, StorageError, XmcrayError, readable
+from xmcray.errors import (
+    ConfigError,
+    ResourceError,
+    StorageError,
+    XmcrayError,
+    memory_errors,
+    readable,
+)
 from xmcray.methods.registry import method_entry
 from xmcray.negatives.false_negatives import open_teacher
 from xmcray.negatives.pool import NegativePool
@@ -243,10 +250,11 @@ def _train_one(run: Run, corpus: Corpus, watch: FitContext) -> None:
     try:
         with watch(run), tracked(run), stop.on_sigterm(lambda: is_here or workers.is_set):
             try:
-                if run.config.cluster.workers:
-                    _train_on_ray(run, corpus)
-                else:
-                    train_here(run, corpus)
+                with memory_errors():
+                    if run.config.cluster.workers:
+                        _train_on_ray(run, corpus)
+                    else:
+                        train_here(run, corpus)
             finally:
                 # Workers may also have failed because their nodes were taken away together with the
                 # driver's.

@@ -13,7 +13,7 @@ import torch
 from xmcray import logs
 from xmcray.data.batches import TrainingData
 from xmcray.data.node_copy import CorpusSource, open_on_node
-from xmcray.errors import XmcrayError
+from xmcray.errors import XmcrayError, memory_errors
 from xmcray.negatives.pool import PoolRefresher
 from xmcray.parallel import collectives
 from xmcray.ray_adapter.gauges import TRAINING, Gauges
@@ -74,7 +74,7 @@ def _train(settings: WorkerSettings) -> dict[str, Any]:
     stall_s = config.cluster.stall_s
     say = Interruptions(run.path, stall_s).note
     try:
-        with StallAlarm(collectives.rank(), stall_s, say) as alarm:
+        with memory_errors(), StallAlarm(collectives.rank(), stall_s, say) as alarm:
             source = CorpusSource(run.corpus, run.corpus_sha256, config.cluster.copy_corpus)
             data = TrainingData(open_on_node(source), config.data)
             setup = build(config, data, device, vectors=run.vectors)

@@ -436,6 +436,25 @@ async def test_swaps_that_are_refused(
         assert (await one.search(["a"]))["version"] == answer.json()["version"] != before["version"]
 
 
+async def test_a_bundle_that_does_not_fit_is_no_swap(
+    bundles: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    copy = shutil.copytree(bundles["texts"], tmp_path / "copy")
+    async with served(tmp_path, {"a": bundles["texts"]}) as one:
+        before = await one.search(ASKED)
+        with monkeypatch.context() as patch:
+            patch.setattr(Retriever, "load", load)
+            answer = await one.ask("/admin/v1/swap", {"bundle": str(copy)}, ADMIN)
+        assert (answer.status_code, answer.json()["type"]) == (409, "urn:xmcray:refused")
+        assert "there is no memory" in answer.json()["detail"]
+        assert (await one.search(ASKED))["results"] == before["results"]
+
+
 async def test_pages_and_description(bundles: dict[str, Path], tmp_path: Path) -> None:
     async with served(tmp_path, {"a": bundles["texts"]}) as one:
         page = await one.ask("/")

@@ -122,7 +122,7 @@ def test_what_was_drawn_stays_drawn_and_ended_trials_do_not_come_back(tmp_path: 
     assert sweep.trial(2).values == fresh.sweep.trial(2).values, (
         "a function of seed and number alone"
     )
-    guide.hear("b", "ConfigError", "too much")
+    guide.hear("b", "OutOfMemoryError", "too much")
     guide.on_trial_complete("b")
     guide.on_trial_complete("c", error=True)
     guide.hear("a", "StorageError", "the disk is full")
