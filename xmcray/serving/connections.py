@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from xmcray.errors import ResourceError
 
 MAX_HEAD = 32 * 1024  # bytes of request line and headers
+MAX_HEADERS = 100  # lines of a head after the first
 HEAD_S = 10.0  # from the connection, or the first byte of a later request, to the head's end
 LINGER_S = 2.0  # for a client to read an answer that refuses the rest of its request
 SEND_S = 30.0  # for a client to read an answer that is larger than the buffers, or the last one
@@ -167,7 +168,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keeps a header; what follows a body (trailers) is none, and could be much."""
-        if self._is_in_head:
+        # A short line takes twenty times its bytes of memory. The application refuses a head with
+        # one line more than is allowed, so further ones need not be kept.
+        if self._is_in_head and len(self.headers) <= MAX_HEADERS:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:

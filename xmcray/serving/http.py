@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect
 from xmcray import __version__
 from xmcray.errors import XmcrayError
 from xmcray.serving import interchange, request_checks, schema
-from xmcray.serving.connections import KEEP_PLACE, MAX_HEAD
+from xmcray.serving.connections import KEEP_PLACE, MAX_HEAD, MAX_HEADERS
 from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.metrics import CONTENT_TYPE, ServingMetrics
 from xmcray.serving.problems import RETRY_AFTER_S, STATUS, TITLE, ProblemError, problem_of
@@ -319,6 +319,9 @@ class _Guard:
 
 def _check_head(scope: Scope) -> None:
     """Refuses headers that came in one piece, or through a proxy; see connections.py."""
+    if len(scope["headers"]) > MAX_HEADERS:
+        message = f"the request has too many headers, expected at most {MAX_HEADERS}; send fewer"
+        raise ProblemError("long-header", message)
     num_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
     for name, value in scope["headers"]:
         num_bytes += len(name) + len(value)

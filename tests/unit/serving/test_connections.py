@@ -27,6 +27,7 @@ from xmcray.serving.connections import (
     KEEP_PLACE,
     LEAVING,
     MAX_HEAD,
+    MAX_HEADERS,
     PIPELINED,
     LimitedProtocol,
     check_open_files,
@@ -306,6 +307,35 @@ async def test_a_head_behind_a_request_ends_at_its_limit() -> None:
                 await writer.drain()
         assert await ended(reader) == b""
         answered.set()
+
+
+async def test_a_head_has_a_largest_number_of_lines(tmp_path: Path) -> None:
+    """Each line costs memory and time, however short it is."""
+    async with server_with(tmp_path) as server:
+        # The host is a header too.
+        for num_more, status in ((MAX_HEADERS - 1, 200), (MAX_HEADERS, 431), (5_000, 431)):
+            lines = b"a:\r\n" * num_more
+            reader, _ = await server.connect(HEALTH[:-2] + lines + b"\r\n")
+            assert await status_of(reader) == status
+
+
+async def test_lines_beyond_the_largest_number_are_not_kept() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await answer(send, str(len(scope["headers"])).encode())
+
+    async with server_of(app) as server:
+        head = HEALTH[:-2] + b"Connection: close\r\n" + b"a:\r\n" * 5_000 + b"\r\n"
+        reader, _ = await server.connect(head)
+        assert (await ended(reader)).endswith(b"\r\n\r\n%d" % (MAX_HEADERS + 1))
+
+
+def test_the_documentation_names_the_limits() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert f"| request line and headers | 32 kB ({MAX_HEAD:,} bytes) | 431" in page
+    assert f"| headers of a request | {MAX_HEADERS} | 431 |" in page
+    assert f"| {PIPELINED} wait |" in page
+    assert f"| {connections.HEAD_S:.0f} s | the connection is closed |" in page
+    assert f"| {connections.SEND_S:.0f} s when the buffers are full" in page
 
 
 async def test_what_follows_a_body_is_no_header() -> None:
