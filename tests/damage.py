@@ -25,7 +25,6 @@ import traceback
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -659,8 +658,6 @@ def main() -> None:
     parser.add_argument("--kind", help="only files whose names end so, such as .npy")
     options = parser.parse_args()
     logging.disable()  # of damaged checkpoints that are passed over
-    # An export would read the entry points of all installed packages anew each time.
-    metadata.entry_points = functools.cache(metadata.entry_points)
     # What asks for too much memory is to fail here, and not to end other processes of the machine.
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     artifacts = write_artifacts(options.folder)

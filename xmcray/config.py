@@ -8,6 +8,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import functools
+import os
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -165,6 +168,26 @@ def _text_of(kind: str, source: str, files: Mapping[str, Traversable]) -> str:
     return files[name].read_text(encoding="utf-8")
 
 
+def method_points() -> metadata.EntryPoints:
+    """Entry points of the methods of other installed packages."""
+    installed = []
+    for folder in sys.path:
+        try:
+            names = os.listdir(folder or ".")
+        except OSError:  # a file, or nothing
+            names = []
+        # Folders such as their_package-1.0.dist-info.
+        packages = [name for name in names if name.endswith("-info")]
+        installed.append((folder, *packages))
+    return _points_of(tuple(installed))
+
+
+@functools.lru_cache(maxsize=1)
+def _points_of(_installed: tuple[tuple[str, ...], ...]) -> metadata.EntryPoints:
+    """Reads a file of every installed package, so it is done anew only if others are installed."""
+    return metadata.entry_points(group=METHODS_GROUP)
+
+
 def presets() -> list[str]:
     """Names of all presets, METHOD/DATASET."""
     return sorted(_preset_files())
@@ -173,7 +196,7 @@ def presets() -> list[str]:
 def _preset_files() -> dict[str, Traversable]:
     """Presets by name: the files `presets/METHOD/DATASET.yaml` of all packages with methods."""
     packages = ["xmcray"]
-    for point in metadata.entry_points(group=METHODS_GROUP):
+    for point in method_points():
         # The top-level package of a method is found without importing the method.
         top_level, _, _ = point.module.partition(".")
         packages.append(top_level)

@@ -12,7 +12,6 @@ An installed package adds a method with an entry point:
 from __future__ import annotations
 
 import importlib
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from xmcray import config
@@ -80,7 +79,7 @@ def check_method_name(name: str) -> None:
 def _locations() -> dict[str, str]:
     """Where the entry of each method is, as "module:attribute", by name."""
     locations = dict(_BUILT_IN)
-    for point in metadata.entry_points(group=config.METHODS_GROUP):
+    for point in config.method_points():
         # The same installed package may be found twice on the path; that is no clash.
         if locations.setdefault(point.name, point.value) != point.value:
             raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,19 @@ def test_an_installed_package_adds_a_method_and_its_presets(
     assert method_entry("seventh").config_type().temperature == 0.05
     assert "seventh/planted" in config.presets()
     assert config.load_yaml("preset:seventh/planted")["encoder"] == {"dim": 24}
+
+
+def test_packages_are_read_again_only_when_others_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert "seventh" not in method_names()
+    with monkeypatch.context() as patch:
+        patch.setattr(metadata, "entry_points", lambda **_: pytest.fail("all were read again"))
+        assert "seventh" not in method_names()
+    for path in install(tmp_path / "built").iterdir():
+        path.rename(tmp_path / path.name)
+    assert method_names()[-1] == "seventh"
 
 
 @pytest.mark.parametrize(
