@@ -294,10 +294,11 @@ def test_what_cannot_fit_is_refused_with_settings_that_would() -> None:
 
 
 def test_a_smaller_limit_is_obeyed() -> None:
-    fits = made(*ON_HOST, labels=1e5, workers=1).worker_bytes
-    made(*ON_HOST, labels=1e5, workers=1, memory_bytes=fits + 1_000_000)
+    settings = (*ON_HOST, "optim.batch_size=32")
+    fits = made(*settings, labels=1e5, workers=1).worker_bytes
+    made(*settings, labels=1e5, workers=1, memory_bytes=fits + 1_000_000)
     with pytest.raises(ResourceError, match="raise --workers to 2"):
-        made(*ON_HOST, labels=1e5, workers=1, memory_bytes=fits - 10_000_000)
+        made(*settings, labels=1e5, workers=1, memory_bytes=fits - 10_000_000)
 
 
 def test_worker_parts_are_on_the_device_or_in_the_process() -> None:
