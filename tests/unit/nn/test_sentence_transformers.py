@@ -153,13 +153,21 @@ def test_minilm_as_published() -> None:
     assert_same(MINILM, ours)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", "last_token", "weighted_mean"])
-def test_minilm_with_prompts_and_each_pooling(pooling: str, tmp_path: Path) -> None:
-    prompts = {"query_prompt": "query: ", "label_prompt": "passage: "}
-    tokenizer = from_transformer(str(MINILM), MAX_LEN, MAX_LEN, **prompts)
-    config = EncoderConfig(name=str(MINILM), dim=0, pooling=pooling)  # type: ignore[arg-type]
+@pytest.mark.parametrize("pooling", ["cls", "last_token", "weighted_mean"])
+def test_prompts_and_each_pooling(pooling: str, tmp_path: Path) -> None:
+    check_prompts(tmp_path, str(write_family(tmp_path / "bert", WORDS, "bert")), pooling)
+
+
+def test_minilm_with_prompts(tmp_path: Path) -> None:
+    check_prompts(tmp_path, str(MINILM), "mean")
+
+
+def check_prompts(folder: Path, name: str, pooling: str) -> None:
+    prompts = {"query_prompt": PROMPTS["query"], "label_prompt": PROMPTS["document"]}
+    tokenizer = from_transformer(name, MAX_LEN, MAX_LEN, **prompts)
+    config = EncoderConfig(name=name, dim=0, pooling=pooling)  # type: ignore[arg-type]
     encoder = build_encoder(config, tokenizer, None, seed=0).eval()
-    assert_exported(tmp_path, encoder, NormalisedHead(encoder.dim), tokenizer)
+    assert_exported(folder, encoder, NormalisedHead(encoder.dim), tokenizer)
 
 
 def test_minilm_with_a_projection(tmp_path: Path) -> None:
