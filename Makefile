@@ -10,7 +10,7 @@ SBOM_TOOL := build/sbom/bin/cyclonedx-py
 PACKAGES := -c constraints.txt -e '.[cpu,dev]'
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 # From slow to quick: the tests of the Ray cluster keep one of two processes busy while the other does the rest.
-TIER_P := $(wildcard $(addprefix tests/,on_ray behaviour ranks browser unit golden oracle repo gpu))
+TIER_P := $(wildcard $(addprefix tests/,on_ray gpu ranks behaviour browser unit golden oracle repo))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup locked quickstart test check types deadcode site soak claims golden lock sbom wheel clean
