@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import difflib
 import functools
-import os
 import sys
 import types
 import typing
@@ -170,21 +169,12 @@ def _text_of(kind: str, source: str, files: Mapping[str, Traversable]) -> str:
 
 def method_points() -> metadata.EntryPoints:
     """Entry points of the methods of other installed packages."""
-    installed = []
-    for folder in sys.path:
-        try:
-            names = os.listdir(folder or ".")
-        except OSError:  # a file, or nothing
-            names = []
-        # Folders such as their_package-1.0.dist-info.
-        packages = [name for name in names if name.endswith("-info")]
-        installed.append((folder, *packages))
-    return _points_of(tuple(installed))
+    return _points_on(tuple(sys.path))
 
 
 @functools.lru_cache(maxsize=1)
-def _points_of(_installed: tuple[tuple[str, ...], ...]) -> metadata.EntryPoints:
-    """Reads a file of every installed package, so it is done anew only if others are installed."""
+def _points_on(_path: tuple[str, ...]) -> metadata.EntryPoints:
+    """Kept for a path, because it takes a look at a file of every installed package."""
     return metadata.entry_points(group=METHODS_GROUP)
 
 
