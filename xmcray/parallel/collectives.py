@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from xmcray.parallel.partition import share
 
 T = TypeVar("T")
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 def num_ranks() -> int:
@@ -28,6 +32,18 @@ def num_ranks() -> int:
 def rank() -> int:
     """Returns the rank of this process; 0 if torch.distributed is not in use."""
     return dist.get_rank() if num_ranks() > 1 else 0
+
+
+def set_time_limit(seconds: float) -> None:
+    """Sets after how many seconds an exchange fails from now on, in channels too."""
+    if num_ranks() == 1:
+        return
+    limit = timedelta(seconds=seconds)
+    # Torch has no public function for a group that exists. Checked with torch 2.13; without it, the
+    # limit with which the group began would have to do.
+    distributed_c10d._set_pg_timeout(limit)
+    for channel in _channels:
+        distributed_c10d._set_pg_timeout(limit, channel.group)
 
 
 def is_first_of_node() -> bool:
@@ -167,11 +183,12 @@ class Channel:
         # A rank that hangs has to be noticed here as soon as in other exchanges.
         options = dist.group.WORLD._get_backend(_device()).options
         # The ranks of a plan, which exist on paper only, have no options.
-        self._group = dist.new_group(timeout=options._timeout if options else None)
+        self.group = dist.new_group(timeout=options._timeout if options else None)
+        _channels.add(self)
 
     def start_sum(self, tensor: Tensor) -> dist.Work:
         """Starts to sum a tensor over ranks in place; `wait` of the result ends when it is done."""
-        return cast(dist.Work, dist.all_reduce(tensor, group=self._group, async_op=True))
+        return cast(dist.Work, dist.all_reduce(tensor, group=self.group, async_op=True))
 
 
 class _GatherRows(torch.autograd.Function):

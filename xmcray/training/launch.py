@@ -63,9 +63,9 @@ from xmcray.training.worker import WorkerSettings, work
 logger = logging.getLogger(__name__)
 
 _SELECT_BY = "nDCG@5"  # the validation metric that chooses the number of epochs of a refit
-# Time for a collective in addition to negatives.wait_s: rank 0 may wait that long for a version of
-# negatives.
-_COLLECTIVE_S = 300
+# Time for a collective before the first step. One rank may cluster millions of labels, or restore a
+# large checkpoint, while the others wait.
+_SETUP_S = 4 * 3600
 
 FitContext = Callable[[Run], contextlib.AbstractContextManager[None]]
 
@@ -345,7 +345,7 @@ def _worker_group(run: Run, placement: Placement) -> WorkerGroup:
         cpus_per_worker=cluster.cpus_per_worker,
         resize_every_s=cluster.resize_every_s,
         wait_s=placement.wait_s,
-        timeout_s=int(run.config.negatives.wait_s + max(cluster.stall_s, _COLLECTIVE_S)),
+        timeout_s=max(_SETUP_S, int(run.config.exchange_limit_s)),
         stall_s=cluster.stall_s,
         max_failures=cluster.max_failures,
         environment=environment,

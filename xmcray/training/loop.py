@@ -214,6 +214,8 @@ class Loop:
     def _train(self) -> dict[str, Any]:
         started = time.perf_counter()
         first_step = self._restore()
+        # Set-up and restore have a longer one.
+        collectives.set_time_limit(self.config.exchange_limit_s)
         window = _Window(self.feed)
         for step in range(first_step, self.last_step):
             order = self.watch.look(step)

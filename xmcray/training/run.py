@@ -46,6 +46,7 @@ from xmcray.storage.work_folder import FolderKind, contents
 from xmcray.training.optim import OptimConfig
 
 MOST_WORKERS = 65_536
+_EXCHANGE_S = 300.0
 _MISTAKE = "mistake.json"
 OPTIONAL_SECTIONS: Mapping[str, type[Any]] = {"memory": MemoryConfig, "fusion": FusionConfig}
 SELECTION, VECTORS = "selection", "vectors"
@@ -211,6 +212,12 @@ class RunConfig:
                 " out"
             )
         return config
+
+    @property
+    def exchange_limit_s(self) -> float:
+        """Seconds after which an exchange of ranks fails, once training has begun."""
+        # Rank 0 may wait for a version of the negatives while the others wait for it.
+        return self.negatives.wait_s + max(self.cluster.stall_s, _EXCHANGE_S)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `resolve(method_name, values)` gives an equal configuration."""

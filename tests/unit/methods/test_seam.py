@@ -14,6 +14,7 @@ from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import StorageError
 from xmcray.methods.registry import method_names
+from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.loop import Loop, Setup, build
@@ -118,6 +119,19 @@ def test_a_run_that_was_cut_continues_exactly(
     resumed.train()
     assert not started, "start() was called after a restore"
     assert hashes(resumed.setup) == hashes(whole.setup)
+
+
+def test_exchanges_have_less_time_once_a_run_has_started(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = loop_in(tmp_path, corpus, "prime")
+    loop.last_step = 1
+    events: list[object] = []
+    monkeypatch.setattr(loop.setup.method, "start", lambda: events.append("started"))
+    monkeypatch.setattr(collectives, "set_time_limit", events.append)
+    loop.train()
+    # That of the start, of four hours, is set with the group.
+    assert events == ["started", 900.0]
 
 
 @pytest.mark.parametrize("case", WITH_STATE)
