@@ -42,12 +42,15 @@ from xmcray.negatives.shortlists import ShortlistFeed
 from xmcray.nn.row_table import RowTable
 from xmcray.training import loop as loops
 from xmcray.training.optim import EncoderOptimizer
+from xmcray.training.prefetch import BatchPrefetcher
 from xmcray.training.run import Run, RunConfig
 from xmcray.training.step import Embedder, Stepper
 
 COMPUTING = ("encoder", "scores and loss", "backward", "optimiser")
 BESIDE = ("batch", "tokens", "draws", "label pool", "negatives", "log", "rest")
 LIMIT = 0.1  # of a step, for each phase that is not computing
+BUILDING = ("batch", "tokens", "draws", "label pool")
+BUILDING_LIMIT = 0.02  # of a step, for these phases together, where a core is free to build ahead
 WARM_STEPS = 20
 
 
@@ -101,6 +104,8 @@ class Clock:
 
 
 def watch_all(clock: Clock) -> None:
+    # Both run in a thread of their own; what counts is how long training waits for it.
+    clock.watch(BatchPrefetcher, "batch", "batch")
     clock.watch(BatchSampler, "batch", "batch")
     clock.watch(TrainingData, "tokens", "tokens")
     clock.watch(draws, "generator torch_seed uniform_labels keep_mask", "draws")
@@ -155,7 +160,10 @@ def main() -> None:
                 *(f"{100 * share[p]:.1f}" for p in BESIDE),
                 f"{worst} {100 * share[worst]:.1f}",
             ]
-            label = "held" if share[worst] <= LIMIT else "broken"
+            building = sum(share[phase] for phase in BUILDING)
+            rows[-1].append(f"{100 * building:.1f}")
+            held = share[worst] <= LIMIT and building <= BUILDING_LIMIT
+            label = "held" if held else "broken"
             notes.append(
                 f"{name}, {method}: {len(steps)} steps of {config.optim.batch_size} queries, {preset}; {label}"
             )
@@ -166,10 +174,12 @@ def main() -> None:
         "step, ms",
         *(f"{p}, %" for p in (*COMPUTING, *BESIDE)),
         "largest apart from computing",
+        "building batches, %",
     ]
     notes += [
-        f"limit: no phase but {', '.join(COMPUTING)} above {100 * LIMIT:.0f} %",
-        "batch: ids, positives and what is no negative; draws: positives, hard and uniform negatives, dropout masks;"
+        f"limits: no phase but {', '.join(COMPUTING)} above {100 * LIMIT:.0f} %, building batches at most"
+        f" {100 * BUILDING_LIMIT:.0f} % ({', '.join(BUILDING)}, as far as training does it or waits for it)",
+        "batch: the wait for batches that are built ahead; draws: positives, hard and uniform negatives, dropout masks;"
         " label pool: which labels are columns, and which pairs are positive; log: the loss as a number, records",
         f"static encoder, {arguments.device}, {arguments.threads} thread(s); means over a cycle of refreshes",
         load,
