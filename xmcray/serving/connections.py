@@ -4,8 +4,8 @@ uvicorn waits for the end of a request's head as long as its client likes, keeps
 all requests that are sent before the answers are read, and accepts connections until no file can
 be opened. The protocol here ends such connections.
 
-When there is no room, a new connection takes the place of the oldest one without a request that
-has a token. Clients without a token therefore cannot block others.
+When there is no room, a new connection takes the place of the oldest one that neither has a request
+with a token nor reads the answer to one. Clients without a token therefore cannot block others.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ MAX_HEADERS = 100  # lines of a head after the first
 HEAD_S = 10.0  # from the connection, or the first byte of a later request, to the head's end
 LINGER_S = 2.0  # for a client to read an answer that refuses the rest of its request
 SEND_S = 30.0  # for a client to read an answer that is larger than the buffers, or the last one
+PROGRESS_S = 5.0  # for a client to read some of an answer, if its place is wanted
 PIPELINED = 4  # requests of a connection that wait for the answers to the requests before them
 LEAVING = 64  # connections that have no place any more and may read why
 # Connections that wait in the system. It drops what does not fit without a word, and the client
@@ -65,9 +66,9 @@ class ConnectionRoom:
     def admit(self, connection: LimitedProtocol) -> bool:
         """Whether there is room for a new connection, which is idle at first."""
         if len(self._all) >= self._size:
-            if not self._idle:
+            longest_idle = next((other for other in self._idle if not other.keeps_place()), None)
+            if longest_idle is None:
                 return False
-            longest_idle = next(iter(self._idle))
             longest_idle.refuse(503)
         self._all.add(connection)
         self._idle[connection] = None
@@ -119,6 +120,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self._is_in_head = True
         # Nothing is read or written any more.
         self._is_leaving = False
+        self._has_token = False
+        # Since when the client has had an answer to read, by the loop's clock.
+        self._answered_s = 0.0
+        # Bytes that were unsent when the client was last seen to read some, and when that was.
+        self._unread_bytes = 0
+        self._progress_s = 0.0
 
     def connection_made(self, transport: Any) -> None:
         """Starts the time in which a head has to come."""
@@ -176,6 +183,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Starts a request, or ends a connection that has sent too many of them."""
         self._is_in_head = False
+        if not self.transport.get_write_buffer_size():
+            self._unread_bytes = 0
         if len(self.pipeline) >= PIPELINED:
             self.abort()
             # uvicorn reads all requests of one piece, unless the parser fails.
@@ -192,6 +201,12 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Lets the connection rest, or ends it if the rest of a request is not wanted."""
         self._num_bytes = 0
+        now = self.loop.time()
+        # An answer that waits behind another one gives its client no further time.
+        if not self._unread_bytes:
+            self._answered_s = now
+        self._unread_bytes = self.transport.get_write_buffer_size()
+        self._progress_s = now
         super().on_response_complete()
         if self.transport.is_closing():
             # Closing waits until the client has read the answer.
@@ -206,6 +221,10 @@ class LimitedProtocol(HttpToolsProtocol):
         """Ends a connection without a further request."""
         if self.transport.is_closing():
             return
+        if self._reads_answer():
+            # uvicorn counts from the moment at which it was written.
+            self._set_timer(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            return
         poll = select.poll()
         poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
         # uvloop looks at the time first. A request that waits in the system is not too late.
@@ -215,7 +234,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Called when the client does not read what is sent."""
         super().pause_writing()
-        # A client that reads slowly could keep its place for ever, request after request.
+        # A client that reads slowly could keep its place for ever, request after request. While it
+        # makes progress, its place is not taken; see `keeps_place`.
         self._room.rest(self)
         if self._send_timer is None:
             self._send_timer = self.loop.call_later(SEND_S, self.abort)
@@ -226,6 +246,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._send_timer.cancel()
             self._send_timer = None
         super().resume_writing()
+
+    def keeps_place(self) -> bool:
+        """Whether no other connection may take the place, because an answer is being read."""
+        return self._has_token and self._reads_answer()
 
     def refuse(self, status: int) -> None:
         """Answers without the application, and ends the connection.
@@ -267,9 +291,23 @@ class LimitedProtocol(HttpToolsProtocol):
         Before the client has read earlier answers, this request's cannot be sent: its place stays one
         that others may take.
         """
+        self._has_token = True
         if not self.flow.write_paused:
             self._room.work(self)
         return self._room.has(self)
+
+    def _reads_answer(self) -> bool:
+        """Whether a part of an answer is unsent, and the client reads on.
+
+        What the system has taken counts as read: it delivers that after the connection's end too.
+        """
+        now = self.loop.time()
+        unread_bytes = self.transport.get_write_buffer_size()
+        if unread_bytes < self._unread_bytes:
+            self._unread_bytes = unread_bytes
+            self._progress_s = now
+        is_in_time = now - self._progress_s < PROGRESS_S and now - self._answered_s < SEND_S
+        return unread_bytes > 0 and is_in_time
 
     def _end_after(self, seconds: float) -> None:
         self._set_timer(seconds, self._end)

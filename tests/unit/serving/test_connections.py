@@ -46,6 +46,8 @@ GRPC_TOKEN = [("authorization", f"Bearer {TOKEN}")]
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
 # What a client of HTTP/2 says first; the frame of settings is empty.
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"
+# An answer of more than the system keeps for a client that does not read.
+LARGE = b"a" * (16 << 20)
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -272,8 +274,12 @@ async def test_requests_without_a_token_hold_no_place(
         assert await status_of(other) == 200
 
 
+@pytest.mark.parametrize("limit", ["PROGRESS_S", "SEND_S"])
 async def test_a_client_with_a_token_that_does_not_read_holds_no_place(
-    tmp_path: Path, protocols: list[LimitedProtocol]
+    limit: str,
+    tmp_path: Path,
+    protocols: list[LimitedProtocol],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Reading a little now and then, it could otherwise keep its place for ever."""
     head = f"GET /nothing HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
@@ -284,6 +290,9 @@ async def test_a_client_with_a_token_that_does_not_read_holds_no_place(
             writer.write(head.encode())
             while protocols[number].cycle.response_complete:
                 await asyncio.sleep(0)
+        refused, _ = await server.connect(HEALTH)
+        assert await status_of(refused) == 503
+        monkeypatch.setattr(connections, limit, 0.0)
         other, _ = await server.connect(HEALTH)
         assert await status_of(other) == 200
 
@@ -336,6 +345,7 @@ def test_the_documentation_names_the_limits() -> None:
     assert f"| {PIPELINED} wait |" in page
     assert f"| {connections.HEAD_S:.0f} s | the connection is closed |" in page
     assert f"| {connections.SEND_S:.0f} s when the buffers are full" in page
+    assert f"| {connections.PROGRESS_S:.0f} s | the connection counts as" in page
 
 
 async def test_what_follows_a_body_is_no_header() -> None:
@@ -354,15 +364,66 @@ async def test_a_client_that_asks_to_close_has_time_to_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connections, "LINGER_S", 0.0)
-    # More than the system keeps for a client that does not read.
-    body = b"a" * (16 << 20)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await answer(send, body)
+        await answer(send, LARGE)
 
     async with server_of(app) as server:
         reader, _ = await server.connect(HEALTH.replace(b"Host", b"Connection: close\r\nHost"))
-        assert (await ended(reader)).endswith(body)
+        assert (await ended(reader)).endswith(LARGE)
+
+
+async def token_app(scope: Any, receive: Any, send: Any) -> None:
+    """Answers a request with a token by more than the system keeps for a client, others by nothing."""
+    body = b""
+    if scope["path"] == "/large":
+        assert scope["extensions"][KEEP_PLACE]["call"]()
+        body = LARGE
+    await answer(send, body)
+
+
+async def test_a_client_that_reads_an_answer_keeps_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "LINGER_S", 0.0)
+    async with server_of(token_app) as server:
+        reader, _ = await server.connect(HEALTH.replace(b"/healthz", b"/large"))
+        assert await status_of(reader) == 200
+        # There are places for four connections.
+        for _ in range(8):
+            other, _ = await server.connect(HEALTH)
+            assert await status_of(other) == 200
+        assert await reader.readexactly(len(LARGE)) == LARGE
+
+
+async def test_an_answer_may_be_read_for_longer_than_a_connection_may_rest(
+    monkeypatch: pytest.MonkeyPatch, protocols: list[LimitedProtocol]
+) -> None:
+    monkeypatch.setattr(connections, "LINGER_S", 0.0)
+    async with server_of(token_app) as server:
+        reader, _ = await server.connect(HEALTH.replace(b"/healthz", b"/large"))
+        assert await status_of(reader) == 200
+        protocols[0].timeout_keep_alive_handler()
+        assert await reader.readexactly(len(LARGE)) == LARGE
+        # Then the connection rests, and ends.
+        protocols[0].timeout_keep_alive_handler()
+        assert await ended(reader) == b""
+
+
+async def test_a_client_that_reads_nothing_of_an_answer_does_not_rest_for_ever(
+    monkeypatch: pytest.MonkeyPatch, protocols: list[LimitedProtocol]
+) -> None:
+    async with server_of(token_app) as server:
+        # Nothing is read beyond the head.
+        reader, _ = await server.connect(HEALTH.replace(b"/healthz", b"/large"))
+        assert await status_of(reader) == 200
+        protocols[0].timeout_keep_alive_handler()
+        assert not protocols[0].transport.is_closing()
+        for name in ("PROGRESS_S", "LINGER_S"):
+            monkeypatch.setattr(connections, name, 0.0)
+        protocols[0].timeout_keep_alive_handler()
+        while not protocols[0].transport.is_closing():
+            await asyncio.sleep(0)
 
 
 async def test_who_loses_his_place_reads_when_to_come_back(tmp_path: Path) -> None:
