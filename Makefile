@@ -59,8 +59,6 @@ site: setup  ## the documentation as pages: build/site/index.html
 
 soak: export OMP_NUM_THREADS = 1
 soak: setup  ## tier N: kills, sweeps, load and mutations for hours; the last tables go to benchmarks/results
-	$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --no-deps --require-hashes -r $(LOCK)
-	$(MAKE) sbom
 	$(BIN)/python -m pytest -m soak tests
 	for part in soak soak_jobs soak_nodes soak_serving soak_continual soak_sweep soak_files soak_signals state_machines mutations; do $(BIN)/python benchmarks/$$part.py || exit 1; done
 

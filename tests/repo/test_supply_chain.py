@@ -80,6 +80,16 @@ def test_a_lock_has_every_requirement_with_a_hash(lock: str) -> None:
         assert "--hash=sha256:" in requirement
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("lock", EXTRAS_OF_LOCKS)
+def test_a_lock_installs_with_all_that_its_packages_need(lock: str) -> None:
+    # pip gets each file and compares its hash; it refuses a requirement that the lock lacks.
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run"]
+    command += ["--ignore-installed", "--require-hashes", "-r", lock]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
 def test_a_locked_file_installs_and_an_altered_one_is_refused(tmp_path: Path) -> None:
     requirements = locked()
     lines = [requirements[name] for name in SMALL]
