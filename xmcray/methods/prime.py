@@ -206,7 +206,6 @@ class Prime(Method):
             device=context.device,
         )
         self.cluster_S = torch.zeros(size, dtype=torch.int64, device=context.device)
-        self.draw_weight_L = _draw_weights(config, context)
 
     def start(self) -> None:
         """Clusters labels by their texts and averages the queries of each label; collective."""
@@ -317,8 +316,18 @@ class Prime(Method):
 
     def _draw_positives(self, batch: Batch) -> Ragged:
         generator = draws.generator(self.context.seed, "positives", batch.step)
-        weight_T = self.draw_weight_L[batch.positives.values]
+        weight_T = self.draw_weights(batch.positives.values)
         return draw_from_rows(batch.positives, self.config.num_positives, generator, weight_T)
+
+    def draw_weights(self, labels: Int64Array) -> Float64Array | None:
+        """float64, weights that positives are drawn with; None draws uniformly."""
+        if self.config.positives == "uniform":
+            return None
+        corpus = self.context.data.corpus
+        card = corpus.card
+        # The counts are by source id. They are mapped, so only those of the batch are in memory.
+        counts = corpus.train_counts[corpus.label_order[labels]]
+        return inverse_propensity(counts, card.num_train, card.propensity_a, card.propensity_b)
 
     def _triplet(self, score_AC: Tensor, pairs: _AnchorPairs) -> Tensor:
         config = self.config
@@ -408,17 +417,6 @@ def _in_force(config: PrimeConfig, num_labels: int) -> PrimeConfig:
     # More vectors than labels would stay unused, and clusters come in powers of two.
     largest_power = 1 << num_labels.bit_length() - 1
     return dataclasses.replace(config, free_vectors=min(config.free_vectors, largest_power))
-
-
-def _draw_weights(config: PrimeConfig, context: MethodContext) -> Float64Array:
-    """float64 [L], weights that positives are drawn with."""
-    corpus = context.data.corpus
-    if config.positives == "uniform":
-        return np.ones(context.data.num_labels)
-    card = corpus.card
-    # The counts are by source id, and the weights by internal id.
-    counts = corpus.train_counts[corpus.label_order]
-    return inverse_propensity(counts, card.num_train, card.propensity_a, card.propensity_b)
 
 
 ENTRY = MethodEntry(

@@ -146,6 +146,13 @@ class StandInData:
         return Ragged(np.minimum(entries, last), offsets)
 
 
+class _AsStored:
+    """The order of labels that are numbered as they are stored."""
+
+    def __getitem__(self, labels: Int64Array) -> Int64Array:
+        return labels
+
+
 def _corpus(size: DataSize) -> SimpleNamespace:
     """What methods read of a corpus: each label occurs once, and is numbered as it is stored."""
     one_per_label = np.broadcast_to(np.int64(1), size.num_labels)
@@ -156,7 +163,7 @@ def _corpus(size: DataSize) -> SimpleNamespace:
     )
     return SimpleNamespace(
         card=card,
-        label_order=slice(None),
+        label_order=_AsStored(),
         train_counts=one_per_label,
         labels_without_tokens=lambda: np.empty(0, np.int64),
     )

@@ -129,12 +129,18 @@ def test_the_loss_is_that_of_plain_loops(corpus: Corpus) -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_rare_positives_are_drawn_more_often(corpus: Corpus) -> None:
+def test_rare_positives_are_drawn_more_often(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setup, method = built(corpus, "method.num_positives=1")
     data, card = setup.data, corpus.card
     counts = corpus.train_counts[corpus.label_order]
     weight = inverse_propensity(counts, card.num_train, card.propensity_a, card.propensity_b)
-    method.draw_weight_L = weight**8  # sharper: fewer draws show it
+    batch = setup.sampler.batch(0, 0, 1)
+    drawn_with = method.draw_weights(batch.positives.values)
+    np.testing.assert_array_equal(drawn_with, weight[batch.positives.values])
+    # Sharper, so that fewer draws show it.
+    monkeypatch.setattr(method, "draw_weights", lambda labels: weight[labels] ** 8)
     expected = found = uniform = 0.0
     for step in range(200):
         batch = setup.sampler.batch(0, 0, 1)
