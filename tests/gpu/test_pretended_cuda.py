@@ -31,6 +31,8 @@ from gpu_cases import (
 from xmcray.planning import device_search
 
 HERE = Path(__file__).parent
+# The first test waits for all trainings: a minute, and several on a busy machine.
+pytestmark = pytest.mark.timeout(700)
 
 
 @pytest.fixture(scope="module")
