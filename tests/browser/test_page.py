@@ -31,7 +31,7 @@ def chromium() -> Iterator[Browser]:
     ]
     if missing:
         pytest.skip(
-            f"Debian package {' and '.join(missing)} is missing: run tests/browser/install.sh as root"
+            f"Debian package {' and '.join(missing)} is missing: run tests/install.sh as root"
         )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = Browser(str(programs[0]), str(programs[1]), profile)

@@ -40,7 +40,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What became of each case, by name."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
-        pytest.skip("no C++ compiler compiles the stand-in for CUDA")
+        pytest.skip("no C++ compiler compiles the stand-in for CUDA: run tests/install.sh as root")
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA, so nothing is pretended")
     folder = tmp_path_factory.mktemp("pretended")
