@@ -18,6 +18,7 @@ from xmcray.evaluation.table import answer_table, metrics_table, segment_table
 from xmcray.progress import watch_training
 from xmcray.ray_adapter.session import ray_session
 from xmcray.retrieval.retriever import Retriever
+from xmcray.storage.artifact import refuse_artifact
 from xmcray.storage.manifest import MANIFEST
 from xmcray.training.launch import train
 from xmcray.training.outcome import finish, measure, nearest_queries
@@ -52,6 +53,7 @@ NEXT_COMMANDS = (
 def quickstart(out: str) -> None:
     """Prepares the sample, trains and answers in the folder `out`; a finished run there is reused."""
     started = time.perf_counter()
+    refuse_artifact(out, "--out")
     # Not on a terminal, rich would wrap the tables at 80 columns.
     width = None if Console().is_terminal else 160
     console = Console(highlight=False, markup=False, width=width)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -316,27 +317,30 @@ def test_a_folder_that_is_not_empty(folder: Path, shell: Shell, tmp_path: Path) 
 @pytest.mark.parametrize(
     "command",
     [
-        f"train astra {SMALL}",
-        f"train astra --refit {SMALL}",
-        "tune astra --trials 1",
-        "tune --bundle {}/run --space space:index",
-        "auto --budget 60s",
-        "memory {}/run",
-        "fuse {}/run",
-        "distil {}/run --into static",
-        "calibrate {}/run",
+        f"train astra {SMALL} --data {{corpus}} --out {{}}",
+        f"train astra --refit {SMALL} --data {{corpus}} --out {{}}",
+        "tune astra --trials 1 --data {corpus} --out {}",
+        "tune --bundle {run} --space space:index --data {corpus} --out {}",
+        "auto --budget 60s --data {corpus} --out {}",
+        "memory {run} --data {corpus} --out {}",
+        "fuse {run} --data {corpus} --out {}",
+        "distil {run} --into static --data {corpus} --out {}",
+        "calibrate {run} --data {corpus} --out {}",
+        "export {run} --out {}",
+        "quickstart --out {}",
+        "continual --out {} --set data=c --set run=r --set state=s --once",
+        "serve {run}/bundle --state-dir {}",
     ],
 )
 @pytest.mark.parametrize("artifact", ["corpus", "run/bundle"])
-def test_an_artifact_as_out_stays_as_it_is(
+def test_an_artifact_in_the_place_of_a_new_folder_stays_as_it_is(
     command: str, artifact: str, folder: Path, shell: Shell, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
     shutil.copytree(folder / artifact, other)
     before = contents(other)
-    command = command.replace("{}", str(folder))
-    message = shell.error(f"{command} --data {folder}/corpus --out {other}")
-    assert "choose another --out" in message
+    error = shell.error(command.format(other, corpus=folder / "corpus", run=folder / "run"))
+    assert re.search("choose another --(out|state-dir)", error)
     assert contents(other) == before
 
 

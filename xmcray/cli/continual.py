@@ -25,7 +25,7 @@ from xmcray import config
 from xmcray.cli.arguments import add_config, merged_settings
 from xmcray.cli.output import show_line
 from xmcray.errors import ConfigError, XmcrayError, memory_errors, readable
-from xmcray.storage.artifact import exclusive
+from xmcray.storage.artifact import exclusive, refuse_artifact
 from xmcray.storage.manifest import MANIFEST, read_manifest
 from xmcray.storage.path_errors import disk_errors
 from xmcray.storage.whole_files import make_folder, read_json, write_json
@@ -134,6 +134,7 @@ def run_cycle(settings: ContinualConfig, out: Path) -> str:
 
     with disk_errors(out):
         make_folder(out)
+        refuse_artifact(out, "--out")
     # Another job must not run the same cycle.
     with exclusive(out):
         start = _standing(settings, out)

@@ -17,7 +17,7 @@ from xmcray.config import check_range, dump
 from xmcray.errors import ConfigError, ResourceError
 from xmcray.retrieval.bundle import KIND
 from xmcray.serving.settings import ServeConfig, authority, num_searchers
-from xmcray.storage.artifact import open_artifact
+from xmcray.storage.artifact import open_artifact, refuse_artifact
 
 # Time limit of a request on Ray Serve: a swap may take long; searches have deadlines of their own.
 LONGEST_S = 605.0
@@ -63,6 +63,8 @@ def serve_forever(
         ResourceError: the port is taken.
         StorageError: a bundle is missing or damaged.
     """
+    # Tokens would lie in it, and go where it goes.
+    refuse_artifact(config.state_dir, "--state-dir")
     for bundle in config.bundles.values():
         open_artifact(bundle, KIND, contents=False)
     alone = not several(config) and not num_searchers(config)

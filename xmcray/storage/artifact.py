@@ -38,8 +38,10 @@ def refuse_existing(destination: str | Path) -> None:
     else:
         path = Path(destination)
         exists = any(path.iterdir()) if path.is_dir() else path.exists()
-        parents = path.absolute().parents
-        nearest = next(parent for parent in parents if parent.exists())
+        absolute = path.absolute()
+        # The root has no parents.
+        folders = absolute.parents or [absolute]
+        nearest = next(folder for folder in folders if folder.exists())
         if not nearest.is_dir():
             raise StorageError(
                 f"{destination} cannot be written: {nearest} is a file; choose another --out"
@@ -47,6 +49,19 @@ def refuse_existing(destination: str | Path) -> None:
     if exists:
         raise StorageError(
             f"{destination} exists and is not empty; remove it or choose another --out"
+        )
+
+
+def refuse_artifact(folder: str | Path, option: str) -> None:
+    """Raises StorageError if a folder is an artifact, so that nothing else is put into it.
+
+    Args:
+        folder: that a command is about to write in.
+        option: that named it, for the message.
+    """
+    if (Path(folder) / MANIFEST).exists():
+        raise StorageError(
+            f"{folder} has a {MANIFEST}, so it is a corpus or a bundle; choose another {option}"
         )
 
 
