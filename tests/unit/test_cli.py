@@ -276,6 +276,39 @@ def test_numbers_and_paths_that_nobody_means_are_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("path", ["loop", "x" * 300])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "export {} --out b",
+        "train astra --data {corpus} --out {}",
+        "events export {} --data {corpus} --out b",
+        "search {bundle} x --rerank {}",
+        "files cluster --out {}",
+        "serve {bundle} --state-dir {}",
+        "continual --out {} --set data=c --set run=r --set state=s --once",
+    ],
+)
+def test_paths_that_the_system_refuses_are_one_line(
+    command: str,
+    path: str,
+    folder: Path,
+    shell: Shell,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    run = folder / "run"
+    places = {"run": run, "bundle": run / "bundle", "corpus": folder / "corpus"}
+    assert path[:80] in shell.error(command.format(path, **places))
+    assert [path.name for path in tmp_path.iterdir()] == ["loop"]
+
+
+def test_the_root_is_not_empty(folder: Path, shell: Shell) -> None:
+    assert "/ exists and is not empty" in shell.error(f"export {folder}/run --out /")
+
+
 def test_k_beyond_the_labels(folder: Path, shell: Shell) -> None:
     assert (
         shell.error(f"search {folder}/run x -k 24")

@@ -35,6 +35,7 @@ from xmcray.cli import (
     tuning,
 )
 from xmcray.errors import ConfigError, XmcrayError, memory_errors
+from xmcray.storage.path_errors import system_errors
 from xmcray.terminal import printable
 from xmcray.training.preemption import EXIT_CODE, Terminated, handling, signals_are_kept
 
@@ -117,7 +118,7 @@ def _run(arguments: list[str], sigterm: _Sigterm) -> int:
         if "search" not in arguments[:1]:  # its arguments are texts, which may look like anything
             credentials.refuse(arguments, "the command line")
         options = parser().parse_args(arguments)
-        with memory_errors():
+        with memory_errors(), system_errors():
             options.run(options)
         sys.stdout.flush()  # a reader that has gone away is noticed here and not at exit
     except XmcrayError as error:

@@ -27,7 +27,7 @@ from xmcray.cli.output import show_line
 from xmcray.errors import ConfigError, XmcrayError, memory_errors, readable
 from xmcray.storage.artifact import exclusive, refuse_artifact
 from xmcray.storage.manifest import MANIFEST, read_manifest
-from xmcray.storage.path_errors import disk_errors
+from xmcray.storage.path_errors import disk_errors, system_errors
 from xmcray.storage.whole_files import make_folder, read_json, write_json
 
 REPORT = "report.json"
@@ -106,7 +106,8 @@ def continual(options: argparse.Namespace) -> None:
     while True:
         begin = time.monotonic()
         try:
-            line = run_cycle(settings, out)
+            with memory_errors(), system_errors():
+                line = run_cycle(settings, out)
         except XmcrayError as error:
             if options.once:
                 raise
@@ -133,8 +134,8 @@ def run_cycle(settings: ContinualConfig, out: Path) -> str:
     from xmcray.training.promotion import NotPromotedError
 
     with disk_errors(out):
-        make_folder(out)
         refuse_artifact(out, "--out")
+        make_folder(out)
     # Another job must not run the same cycle.
     with exclusive(out):
         start = _standing(settings, out)
@@ -237,5 +238,4 @@ def _run(words: list[str]) -> None:
     show_line(f"$ {shlex.join(['xmcray', *words])}")
     options = cli.parser().parse_args(words)
     run: Callable[[argparse.Namespace], None] = options.run
-    with memory_errors():
-        run(options)
+    run(options)

@@ -72,6 +72,24 @@ def disk_errors(path: str | Path) -> Iterator[None]:
         raise storage_error from error
 
 
+@contextlib.contextmanager
+def system_errors() -> Iterator[None]:
+    """Turns whatever the system says of any path into a StorageError; for whole commands.
+
+    It names the paths that nothing else has named: loops of links, names that are too long, and so on.
+    """
+    try:
+        yield
+    except OSError as error:
+        # A closed pipe has no name.
+        if error.filename is None:
+            raise
+        raise StorageError(
+            f"{one_line(error.filename)} cannot be used ({error.strerror}); check the path, its rights"
+            " and the disk"
+        ) from error
+
+
 def _storage_error(error: OSError, path: str | Path) -> StorageError | None:
     """The error to raise instead of the system's; None if it does not concern `path`."""
     if error.errno in _FULL:
