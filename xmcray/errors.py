@@ -123,7 +123,7 @@ def memory_errors() -> Iterator[None]:
             raise
         # "you tried to allocate 4000 bytes", "Unable to allocate 7.11 PiB", and so on.
         amount = re.search(r"allocate ([0-9.]+ \w+)", message)
-        needed = amount[1] if amount else one_line(message, 160) or "more"
+        needed = amount[1] if amount else one_line(message, 160) or "what was asked"
         raise OutOfMemoryError(
             f"there is no memory for {needed}, expected sizes that fit; lower them, or use a machine"
             " with more (`xmcray plan` estimates what a training needs)"

@@ -305,6 +305,15 @@ def test_paths_that_the_system_refuses_are_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["loop"]
 
 
+@pytest.mark.parametrize("path", ["\udcffx", "\ud800x", "a\0b"])
+def test_a_run_whose_path_no_library_can_open_is_refused_at_the_start(
+    path: str, folder: Path, shell: Shell, tmp_path: Path
+) -> None:
+    train = f"train astra --data {folder}/corpus {SMALL} --out"
+    assert re.search("is not UTF-8|null character", shell.error(train, tmp_path / path))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_root_is_not_empty(folder: Path, shell: Shell) -> None:
     assert "/ exists and is not empty" in shell.error(f"export {folder}/run --out /")
 

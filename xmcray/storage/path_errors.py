@@ -131,12 +131,13 @@ def _concerns(filename: object, path: Path) -> bool:
 
 
 def check_path(path: str | Path) -> None:
-    """Raises StorageError for a path that no file can have."""
+    """Raises StorageError for a path that no file can have, or that a library cannot open."""
     try:
-        encoded = os.fsencode(path)
+        # Linux takes any bytes as a name, but safetensors and JSON do not.
+        encoded = str(path).encode("utf-8")
     except UnicodeError:
         raise StorageError(
-            f"{str(path)[:80]!a} is no path: it cannot be encoded; choose another name"
+            f"{str(path)[:80]!a} cannot be used: it is not UTF-8; choose another name"
         ) from None
     if b"\0" in encoded:
         raise StorageError(

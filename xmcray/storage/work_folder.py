@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xmcray.errors import RunError
-from xmcray.storage.path_errors import disk_errors
+from xmcray.storage.path_errors import check_path, disk_errors
 
 LOCK = "lock"
 
@@ -57,7 +57,9 @@ def locked(path: Path, kind: FolderKind) -> Iterator[None]:
 
     Raises:
         RunError: the folder is in use or holds something else, which is left as it is.
+        StorageError: it cannot be written, or its path is none that all libraries can open.
     """
+    check_path(path)
     with disk_errors(path):
         kind.refuse_other(path)
         try:
