@@ -305,7 +305,7 @@ def test_paths_that_the_system_refuses_are_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["loop"]
 
 
-@pytest.mark.parametrize("path", ["\udcffx", "\ud800x", "a\0b"])
+@pytest.mark.parametrize("path", ["\udcffx", "a\0b"])
 def test_a_run_whose_path_no_library_can_open_is_refused_at_the_start(
     path: str, folder: Path, shell: Shell, tmp_path: Path
 ) -> None:
