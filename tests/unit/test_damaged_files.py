@@ -77,7 +77,7 @@ def test_a_special_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("path", "reason"),
-    [("/a\0b", "null character"), ("/" + "a" * 4000, "4001 bytes long"), ("/\ud800", "encoded")],
+    [("/a\0b", "null character"), ("/" + "a" * 4000, "4001 bytes long"), ("/\ud800", "UTF-8")],
 )
 def test_a_path_that_no_file_can_have_is_one_line(path: str, reason: str) -> None:
     with pytest.raises(StorageError, match=reason):
