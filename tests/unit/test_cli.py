@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -313,6 +315,36 @@ def test_a_run_whose_path_no_library_can_open_is_refused_at_the_start(
     train = f"train astra --data {folder}/corpus {SMALL} --out"
     assert re.search("is not UTF-8|null character", shell.error(train, tmp_path / path))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize(
+    ("artifact", "name", "command"),
+    [
+        ("corpus", "manifest.json", "train astra --data {} --out {}/r"),
+        ("run", "run.json", "export {} --out {}/b"),
+        ("run", "result.json", "export {} --out {}/b"),
+        ("run", "bundle/manifest.json", "search {} x"),
+        ("run/bundle", "manifest.json", "export {} --to parquet --out {}/b"),
+    ],
+)
+def test_a_file_without_an_end_is_not_read(
+    artifact: str,
+    name: str,
+    command: str,
+    make: Callable[[Path], None],
+    folder: Path,
+    shell: Shell,
+    tmp_path: Path,
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder / artifact, copy)
+    (copy / name).unlink()
+    make(copy / name)
+    before = sorted(copy.rglob("*"))
+    error = shell.error(command.replace("{}", str(copy)))
+    assert f"{name} " in error
+    assert sorted(copy.rglob("*")) == before
 
 
 def test_the_root_is_not_empty(folder: Path, shell: Shell) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from xmcray import __version__
 from xmcray.errors import StorageError, one_line, readable
 from xmcray.storage.path_errors import MissingPathError, check_path, read_errors
-from xmcray.storage.whole_files import fsync, write_json
+from xmcray.storage.whole_files import fsync, read_bytes, write_json
 
 MANIFEST = "manifest.json"
 CARD = "README.md"  # for people: not part of an artifact, so it may change or be missing
@@ -117,7 +117,7 @@ def read_manifest(path: str | Path, kind: str) -> Manifest:
         raise StorageError(f"{path} does not exist; expected a {kind} folder")
     try:
         with read_errors(f"{path}/{MANIFEST}"):
-            content = (folder / MANIFEST).read_bytes()
+            content = read_bytes(folder / MANIFEST)
     except MissingPathError:
         raise StorageError(
             f"{path} has no {MANIFEST}: it is not a complete {kind}; make it again"

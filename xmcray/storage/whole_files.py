@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,19 @@ def whole_file(path: Path) -> Iterator[Path]:
                 temporary.unlink(missing_ok=True)
 
 
+def read_bytes(path: Path) -> bytes:
+    """The content of a file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: it cannot be read, or is a pipe or a device, which may have no end.
+    """
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "it is a pipe or a device", str(path))
+    return path.read_bytes()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
@@ -73,7 +88,7 @@ def read_json(path: Path) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         ValueError, RecursionError: it is no JSON, or something else than an object.
     """
-    body = json.loads(path.read_text(encoding="utf-8"))
+    body = json.loads(read_bytes(path).decode("utf-8"))
     if not isinstance(body, dict):
         raise ValueError(f"found {type(body).__name__}, expected an object")
     return body
