@@ -115,6 +115,20 @@ def test_a_disk_that_is_really_full() -> None:
         file.write(bytes(1 << 20))
 
 
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    """As root, a file in the place of /dev/full or /dev/null would harm the whole machine."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    link = tmp_path / "link"
+    link.symlink_to(pipe)
+    for path in (pipe, link):
+        with pytest.raises(StorageError, match="is a pipe or a device"):
+            write_json(path, {})
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert sorted(tmp_path.iterdir()) == [link, pipe]
+
+
 def test_a_file_to_be_written_later(tmp_path: Path) -> None:
     check_file(tmp_path / "new.json")
     with pytest.raises(

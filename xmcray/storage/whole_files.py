@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from xmcray.errors import StorageError
 from xmcray.storage.path_errors import disk_errors
 
 # Arguments of the system call renameat2: paths start at the working folder; swap two names.
@@ -53,10 +54,16 @@ def whole_file(path: Path) -> Iterator[Path]:
     temporary file is removed.
 
     Raises:
-        StorageError: the disk is full, or the folder is missing or forbidden.
+        StorageError: the disk is full, the folder is missing or forbidden, or `path` is a pipe or a
+            device.
     """
     temporary = aside(path)
     with disk_errors(path):
+        if _is_pipe_or_device(path):
+            # Renaming a file to it would replace it for the whole machine.
+            raise StorageError(
+                f"{path} is a pipe or a device, expected a file; choose another path"
+            )
         try:
             yield temporary
             fsync(temporary)
@@ -75,10 +82,18 @@ def read_bytes(path: Path) -> bytes:
         FileNotFoundError: there is no such file.
         OSError: it cannot be read, or is a pipe or a device, which may have no end.
     """
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+    if _is_pipe_or_device(path):
         raise OSError(errno.EINVAL, "it is a pipe or a device", str(path))
     return path.read_bytes()
+
+
+def _is_pipe_or_device(path: Path) -> bool:
+    """Whether a path, or what it links to, is there and neither a file nor a folder."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
 def read_json(path: Path) -> dict[str, Any]:
