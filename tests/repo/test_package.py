@@ -34,13 +34,17 @@ ROOT = Path(__file__).parents[2]
 LARGE = ("torch", "ray", "numpy", "pyarrow", "transformers", "faiss", "scipy", "pandas", "fsspec")
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheels")
+def build_wheel(folder: Path) -> Path:
+    """Builds in the checkout, so only the tests of this module, which run in turn, may call it."""
     make = ["make", "wheel", f"WHEELS={folder}", "--old-file", ".venv/.installed"]
     subprocess.run(make, cwd=ROOT, check=True)
     (built,) = folder.iterdir()
     return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheels"))
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +107,10 @@ def test_the_source_distribution_has_the_files_of_the_wheel(
     }
     assert of_wheel <= names
     assert {"pyproject.toml", "LICENSE", "docs/package.md"} <= names  # what a build reads
+
+
+def test_two_builds_of_the_wheel_are_equal(wheel: Path, tmp_path: Path) -> None:
+    assert build_wheel(tmp_path).read_bytes() == wheel.read_bytes()
 
 
 def copied_by_the_build_stage() -> list[str]:

@@ -1,8 +1,7 @@
-"""The locks of the CPU image and of development, the list of parts, the licences of all extras, and equal wheels."""
+"""The locks of the CPU image and of development, the list of parts, and the licences of all extras."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import subprocess
@@ -154,16 +153,3 @@ def test_the_list_of_parts_has_every_locked_package_with_its_hashes(tmp_path: Pa
         assert hashes, name
         for content_hash in hashes:
             assert f"sha256:{content_hash}" in requirements[name]
-
-
-def test_two_builds_of_the_wheel_are_equal(tmp_path: Path) -> None:
-    hashes = set()
-    for build in ("first", "second"):
-        subprocess.run(
-            ["make", "wheel", f"WHEELS={tmp_path / build}", "--old-file", ".venv/.installed"],
-            cwd=ROOT,
-            check=True,
-        )
-        (wheel,) = (tmp_path / build).iterdir()
-        hashes.add(hashlib.sha256(wheel.read_bytes()).hexdigest())
-    assert len(hashes) == 1

@@ -303,8 +303,8 @@ def test_paths_that_the_system_refuses_are_one_line(
     (tmp_path / "loop").symlink_to("loop")
     run = folder / "run"
     places = {"run": run, "bundle": run / "bundle", "corpus": folder / "corpus"}
-    # Long paths are cut in messages.
-    assert path[:10] in shell.error(command.format(path, **places))
+    # Messages cut long paths, so the name itself may be missing.
+    assert re.search(f"{path[:10]}|a name of 300", shell.error(command.format(path, **places)))
     assert [path.name for path in tmp_path.iterdir()] == ["loop"]
 
 
