@@ -347,6 +347,14 @@ def test_a_file_without_an_end_is_not_read(
     assert sorted(copy.rglob("*")) == before
 
 
+def test_a_run_does_not_wait_for_the_reader_of_a_pipe(
+    folder: Path, shell: Shell, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "lock")
+    train = f"train astra --data {folder}/corpus {SMALL} --out"
+    assert "lock cannot be used (No such device" in shell.error(train, tmp_path)
+
+
 def test_the_root_is_not_empty(folder: Path, shell: Shell) -> None:
     assert "/ exists and is not empty" in shell.error(f"export {folder}/run --out /")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -155,6 +158,24 @@ def artifact(folder: Path) -> Path:
     with new_artifact(folder, "corpus", {}) as unfinished:
         (unfinished / "file").write_text("x")
     return folder
+
+
+def test_what_a_killed_process_left_is_removed_and_what_others_write_stays(tmp_path: Path) -> None:
+    program = (
+        "import os; from xmcray.storage.artifact import new_artifact\n"
+        f"with new_artifact({str(tmp_path / 'corpus')!r}, 'corpus', {{}}): os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9
+    assert len([*tmp_path.iterdir()]) == 1
+    own = tmp_path / ".corpus.backup"
+    own.mkdir()
+    writer = contextlib.ExitStack()
+    unfinished = writer.enter_context(new_artifact(tmp_path / "corpus", "corpus", {}))
+    faster = artifact(tmp_path / "corpus")
+    assert {*tmp_path.iterdir()} == {own, unfinished, faster}
+    with pytest.raises(StorageError, match="corpus was made by another process"):
+        writer.close()
+    assert {*tmp_path.iterdir()} == {own, faster}
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])

@@ -293,9 +293,9 @@ class _Guard:
         """Reads the whole body, which the application then receives at once."""
         limit = self._gateway.service.config.max_body
         length = headers.get("content-length", "")
-        # Refused before it is read, if the header gives its length. Longer numbers than this are
-        # refused by the body itself.
-        if re.fullmatch("[0-9]{1,18}", length) and int(length) > limit:
+        # Refused before it is read, if the header gives its length. The parser of HTTP has refused
+        # numbers of more than 64 bits, which have up to 20 digits.
+        if re.fullmatch("[0-9]{1,20}", length) and int(length) > limit:
             raise ProblemError(
                 "too-large", f"the body has {int(length):,} bytes, expected at most {limit:,}"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
@@ -77,7 +78,7 @@ def new_artifact(
     """A folder to fill; when the block ends it is hashed, synced and renamed to `destination`.
 
     `about` and `hashed_files` are read at the end, so the block may still add to them. If the block
-    fails nothing is left behind.
+    fails nothing is left behind; what a killed process left is removed by the next one.
 
     Args:
         hashed_files: entries of files that need no hashing and syncing, from `link_files`.
@@ -95,8 +96,7 @@ def new_artifact(
     with disk_errors(destination):
         parent.mkdir(parents=True, exist_ok=True)
         name = str(destination).rstrip("/").rsplit("/", 1)[-1]
-        folder = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
-        try:
+        with _unfinished_folder(parent, name) as folder:
             folder.chmod(0o755)
             yield folder
             finish_manifest(folder, kind, about, hashed_files or {})
@@ -109,6 +109,27 @@ def new_artifact(
                 exchange(folder, Path(destination).absolute())
             else:
                 publish(folder, Path(destination).absolute())
+
+
+@contextlib.contextmanager
+def _unfinished_folder(parent: Path, name: str) -> Iterator[Path]:
+    """A hidden folder, removed at the end; also removes those that killed processes left.
+
+    A process holds the lock of its folder, so a folder without a lock is left over.
+    """
+    prefix = f".{name}.unfinished-"
+    for old in parent.glob(f"{glob.escape(prefix)}*"):
+        # Another process may be faster.
+        with contextlib.suppress(OSError):
+            if not is_locked(old):
+                shutil.rmtree(old)
+    unlocked = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
+    with exclusive(unlocked):
+        # The prefix comes last: others must not find the folder before it is locked.
+        folder = unlocked.with_name(prefix + unlocked.name.rpartition(".")[2])
+        unlocked.rename(folder)
+        try:
+            yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -19,6 +19,8 @@ from xmcray.storage.path_errors import disk_errors
 # Arguments of the system call renameat2: paths start at the working folder; swap two names.
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+# What the system says when a folder is renamed to a file, or to a folder that is not empty.
+_TAKEN = (errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)
 
 
 def fsync(path: Path) -> None:
@@ -87,6 +89,11 @@ def read_bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def open_without_waiting(path: str, flags: int) -> int:
+    """An `opener` of `open`; a pipe that nobody reads is an OSError at once."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
+
+
 def _is_pipe_or_device(path: Path) -> bool:
     """Whether a path, or what it links to, is there and neither a file nor a folder."""
     try:
@@ -127,10 +134,18 @@ def publish(folder: Path, destination: Path) -> None:
     """Renames a finished folder to its destination and syncs the parent.
 
     An empty folder at the destination is replaced.
+
+    Raises:
+        StorageError: something is there, because another process was faster.
     """
-    if destination.is_dir():
-        destination.rmdir()
-    folder.rename(destination)
+    try:
+        folder.rename(destination)
+    except OSError as error:
+        if error.errno not in _TAKEN:
+            raise
+        raise StorageError(
+            f"{destination} was made by another process; remove it or choose another --out"
+        ) from error
     fsync(destination.parent)
 
 

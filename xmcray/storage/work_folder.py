@@ -14,6 +14,7 @@ from pathlib import Path
 
 from xmcray.errors import RunError
 from xmcray.storage.path_errors import check_path, disk_errors
+from xmcray.storage.whole_files import open_without_waiting
 
 LOCK = "lock"
 
@@ -66,7 +67,7 @@ def locked(path: Path, kind: FolderKind) -> Iterator[None]:
             path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise RunError(f"{path} is a file; --out names a folder") from None
-        with (path / LOCK).open("w") as file:
+        with open(path / LOCK, "w", opener=open_without_waiting) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from xmcray.storage.path_errors import disk_errors
-from xmcray.storage.whole_files import write_text
+from xmcray.storage.whole_files import open_without_waiting, write_text
 
 Record = dict[str, Any]
 _POLL_S = 0.3
@@ -38,7 +38,10 @@ class Records:
             StorageError: the disk is full or the file cannot be written.
         """
         timed = {**record, "time": round(time.time(), 3)}
-        with disk_errors(self.path), self.path.open("a", encoding="utf-8") as file:
+        with (
+            disk_errors(self.path),
+            open(self.path, "a", encoding="utf-8", opener=open_without_waiting) as file,
+        ):
             file.write(json.dumps(timed) + "\n")
         if self.on_record:
             self.on_record(timed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -92,3 +93,10 @@ def test_records_end_before_a_damaged_one(tmp_path: Path, damaged: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 2}}\n', encoding="utf-8")
     assert read_records(path) == [{"step": 1}]
+
+
+def test_a_pipe_that_nobody_reads_is_an_error_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="No such device or address"):
+        Records(path).add({"step": 1})
