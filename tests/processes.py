@@ -12,6 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+# What the system says of a process that ended before its files were opened, or before they were read.
+GONE = (FileNotFoundError, ProcessLookupError)
+
 
 def descendants(pid: int) -> dict[int, str]:
     """Command lines of all processes below `pid`."""
@@ -19,7 +22,7 @@ def descendants(pid: int) -> dict[int, str]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rsplit(")", 1)[1].split()
-        except (FileNotFoundError, ProcessLookupError):
+        except GONE:
             continue
         parents[int(stat.parent.name)] = int(fields[1])
     commands: dict[int, str] = {}
@@ -28,13 +31,13 @@ def descendants(pid: int) -> dict[int, str]:
         while ancestor in parents and ancestor != pid:
             ancestor = parents[ancestor]
         if ancestor == pid and child != pid:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(*GONE):
                 commands[child] = command_line(child)
     return commands
 
 
 def command_line(pid: int) -> str:
-    """Command line of a process; FileNotFoundError once it has ended."""
+    """Command line of a process; one of GONE once it has ended."""
     return (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
@@ -54,7 +57,7 @@ def kill_family(commands: dict[int, str]) -> None:
     ids.
     """
     for pid, command in commands.items():
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+        with contextlib.suppress(*GONE):
             if command_line(pid) == command:
                 os.kill(pid, signal.SIGKILL)
 
