@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -173,9 +174,23 @@ def test_what_a_killed_process_left_is_removed_and_what_others_write_stays(tmp_p
     unfinished = writer.enter_context(new_artifact(tmp_path / "corpus", "corpus", {}))
     faster = artifact(tmp_path / "corpus")
     assert {*tmp_path.iterdir()} == {own, unfinished, faster}
-    with pytest.raises(StorageError, match="corpus was made by another process"):
+    with pytest.raises(StorageError, match="corpus exists and is not empty"):
         writer.close()
     assert {*tmp_path.iterdir()} == {own, faster}
+
+
+def test_artifacts_are_made_where_the_system_locks_no_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")  # as NFS does for folders
+
+    old = tmp_path / ".corpus.unfinished-abcdefgh"
+    old.mkdir()
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    made = artifact(tmp_path / "corpus")
+    # Whether a process still writes the old folder is unknown, so it stays.
+    assert {*tmp_path.iterdir()} == {old, made}
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])

@@ -113,21 +113,23 @@ def new_artifact(
 
 @contextlib.contextmanager
 def _unfinished_folder(parent: Path, name: str) -> Iterator[Path]:
-    """A hidden folder, removed at the end; also removes those that killed processes left.
+    """Makes a hidden folder, which is removed at the end, and removes those of killed processes.
 
-    A process holds the lock of its folder, so a folder without a lock is left over.
+    A process holds the lock of its folder, so the process of an unlocked one is dead.
     """
     prefix = f".{name}.unfinished-"
     for old in parent.glob(f"{glob.escape(prefix)}*"):
-        # Another process may be faster.
+        # Another process may remove it first, and some file systems cannot say whether it is locked.
         with contextlib.suppress(OSError):
             if not is_locked(old):
                 shutil.rmtree(old)
-    unlocked = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
-    with exclusive(unlocked):
-        # The prefix comes last: others must not find the folder before it is locked.
-        folder = unlocked.with_name(prefix + unlocked.name.rpartition(".")[2])
-        unlocked.rename(folder)
+    with contextlib.ExitStack() as lock:
+        folder = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
+        # Some network file systems lock no folders. Then the name stays one that is never removed.
+        with contextlib.suppress(OSError):
+            lock.enter_context(exclusive(folder))
+            # Other processes must not see this prefix before the folder is locked.
+            folder = folder.rename(parent / (prefix + folder.name.rpartition(".")[2]))
         try:
             yield folder
         finally:

@@ -90,7 +90,11 @@ def read_bytes(path: Path) -> bytes:
 
 
 def open_without_waiting(path: str, flags: int) -> int:
-    """An `opener` of `open`; a pipe that nobody reads is an OSError at once."""
+    """Opens a path, as an `opener` of `open`; does not wait for the reader of a pipe.
+
+    Raises:
+        OSError: the path is a pipe without a reader, or cannot be opened.
+    """
     return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
@@ -136,7 +140,7 @@ def publish(folder: Path, destination: Path) -> None:
     An empty folder at the destination is replaced.
 
     Raises:
-        StorageError: something is there, because another process was faster.
+        StorageError: a file or a folder with content is there.
     """
     try:
         folder.rename(destination)
@@ -144,7 +148,7 @@ def publish(folder: Path, destination: Path) -> None:
         if error.errno not in _TAKEN:
             raise
         raise StorageError(
-            f"{destination} was made by another process; remove it or choose another --out"
+            f"{destination} exists and is not empty; remove it or choose another --out"
         ) from error
     fsync(destination.parent)
 
