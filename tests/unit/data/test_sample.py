@@ -30,7 +30,11 @@ def labels(source: RawFiles) -> list[Row]:
 
 @pytest.fixture(scope="module")
 def splits(source: RawFiles, labels: list[Row]) -> dict[str, list[Row]]:
-    return {split: list(source.queries(split, len(labels), refuse)) for split in source.splits}
+    rows = {}
+    for split in source.splits:
+        queries = source.queries(split, len(labels), refuse)
+        rows[split] = list(queries)
+    return rows
 
 
 def test_sizes(splits: dict[str, list[Row]], labels: list[Row]) -> None:
@@ -40,39 +44,79 @@ def test_sizes(splits: dict[str, list[Row]], labels: list[Row]) -> None:
 
 
 def test_every_label_is_trained_and_most_are_rare(
-    splits: dict[str, list[Row]], labels: list[Row]
+    splits: dict[str, list[Row]],
+    labels: list[Row],
 ) -> None:
-    counts = Counter(label for row in splits["train"] for label in row.label_ids)
+    counts: Counter[int] = Counter()
+    for row in splits["train"]:
+        counts.update(row.label_ids)
+
     assert len(counts) == len(labels)
-    assert 0.7 < np.mean([count <= 5 for count in counts.values()]) < 0.95
+    is_rare = np.array(list(counts.values())) <= 5
+    assert 0.7 < is_rare.mean() < 0.95
 
 
 def test_the_query_itself_is_filtered_and_no_answer(
-    source: RawFiles, splits: dict[str, list[Row]], labels: list[Row]
+    source: RawFiles,
+    splits: dict[str, list[Row]],
+    labels: list[Row],
 ) -> None:
-    ids = {label.uid: n for n, label in enumerate(labels)}
+    label_of_uid = {label.uid: number for number, label in enumerate(labels)}
+
     for split, rows in splits.items():
-        expected = [[row.row, ids[row.uid]] for row in rows if row.uid in ids]
+        expected = []
+        for row in rows:
+            if row.uid not in label_of_uid:
+                continue
+            own_label = label_of_uid[row.uid]
+            assert own_label not in row.label_ids
+            expected.append([row.row, own_label])
         assert source.filters(split).tolist() == expected
-        assert not any(ids.get(row.uid) in row.label_ids for row in rows)
-    assert not {row.uid for row in splits["train"]} & {row.uid for row in splits["test"]}
+
+    train_uids = {row.uid for row in splits["train"]}
+    test_uids = {row.uid for row in splits["test"]}
+    assert not train_uids & test_uids
+
+
+DOCSTRING = """solve(a, b)
+
+Solve it.
+Well.
+
+More `words`.
+
+See Also
+--------
+numpy.linalg.inv : Not a word of it.
+lstsq, :func:`qr`
+    Two.
+
+Notes
+-----
+other : thing
+"""
 
 
 def test_text_ends_before_the_see_also_section() -> None:
-    doc = "solve(a, b)\n\nSolve it.\nWell.\n\nMore `words`.\n\nSee Also\n--------\n"
-    doc += "numpy.linalg.inv : Not a word of it.\nlstsq, :func:`qr`\n    Two.\n\nNotes\n-----\nother : thing\n"
-    item = sample.Documented.parse("numpy.linalg.solve", doc)
+    item = sample.Documented.parse("numpy.linalg.solve", DOCSTRING)
+
     assert item.description == "Solve it. Well. More words."
     assert item.see_also == ("numpy.linalg.inv", "lstsq", "qr")
 
 
 def test_a_reader_could_know_each_answer_by_its_text(labels: list[Row]) -> None:
     texts = {label.uid: label.text for label in labels}
+
     assert "sorted copy of an array" in texts["numpy.sort"]
-    assert all(text.startswith(uid) and len(text) > len(uid) + 3 for uid, text in texts.items())
+    for uid, text in texts.items():
+        assert text.startswith(uid)
+        # There is more to read than the name.
+        assert len(text) > len(uid) + 3
 
 
 def test_the_same_bytes_again(source: RawFiles, tmp_path: Path) -> None:
     sample.write_sample(tmp_path)
+
     for path in sorted(source.path.iterdir()):
-        assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name
+        again = tmp_path / path.name
+        assert again.read_bytes() == path.read_bytes(), path.name
