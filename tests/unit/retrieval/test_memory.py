@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from corpora import planted_corpus
 from models import write_bert
+from numpy.testing import assert_allclose, assert_array_equal
 from ranks import golden
 from shell import Shell
 
 from xmcray.data.corpus import Corpus
-from xmcray.data.tokens import TextTokenizer, from_transformer
+from xmcray.data.tokens import from_transformer
 from xmcray.errors import BundleError, ConfigError, DataError
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import Head
@@ -38,143 +39,297 @@ from xmcray.training.memory import memory_bundle, open_encoder
 from xmcray.types import Ragged, TopLabels
 
 SETTINGS = [
-    MemoryConfig(weight=weight, keys=keys, temperature=temperature, joint=joint)
+    MemoryConfig(
+        weight=weight,
+        keys=keys,
+        temperature=temperature,
+        joint=joint,
+    )
     for weight, keys, temperature, joint in itertools.product(
-        (0, 0.3, 0.5, 1), (7, 40), (0.04, 0.5), (True, False)
+        (0, 0.3, 0.5, 1),
+        (7, 40),
+        (0.04, 0.5),
+        (True, False),
     )
 ]
 
 
 def nearest(score_BN: Any, width: int) -> TopLabels:
     """Best first, equal scores by lower row; the type of the scores stays."""
-    ids = np.argsort(-score_BN, axis=1, kind="stable")[:, :width]
-    return TopLabels(ids, np.take_along_axis(score_BN, ids, 1))
+    order = np.argsort(-score_BN, axis=1, kind="stable")
+    ids = order[:, :width]
+    scores = np.take_along_axis(score_BN, ids, axis=1)
+    return TopLabels(ids, scores)
 
 
-def dense(query_score_BN: Any, label_score_BL: Any, positive_NL: Any, config: MemoryConfig) -> Any:
+def rows_of_true_columns(mask: Any) -> Ragged:
+    """The label ids of each row of a matrix [queries, labels] of zeros and ones."""
+    return Ragged.from_rows([np.flatnonzero(row) for row in mask])
+
+
+def probabilities_of(
+    votes: Votes,
+    config: MemoryConfig,
+    shape: tuple[int, int],
+) -> Any:
+    """The probabilities [B, L] of all pairs; those without votes are 0."""
+    probability_BL = np.zeros(shape)
+    probability_BL.ravel()[votes.pairs] = votes.share(config.weight)
+    return probability_BL
+
+
+def softmax_of_best(
+    scores: Any,
+    values: Any,
+    config: MemoryConfig,
+) -> Any:
+    """The values [keys, L] of the nearest keys of one query, weighted by a softmax over them."""
+    order = np.argsort(-scores, kind="stable")
+    best = order[: config.keys]
+    shifted = scores[best] - scores[best].max()
+    power = np.exp(shifted / config.temperature)
+    return power @ values[best] / power.sum()
+
+
+def dense(
+    query_score_BN: Any,
+    label_score_BL: Any,
+    positive_NL: Any,
+    config: MemoryConfig,
+) -> Any:
     """Eq. 8, or 11: probabilities [B, L] as the formula is written."""
-    num_queries, weight = query_score_BN.shape[1], config.weight
-    keys = np.concatenate([query_score_BN, label_score_BL], axis=1)
-    values = np.concatenate([weight * positive_NL, (1 - weight) * np.eye(positive_NL.shape[1])])
-    parts = [slice(0, None)] if config.joint else [slice(0, num_queries), slice(num_queries, None)]
-    if weight in (0, 1):
-        parts = [slice(num_queries, None) if weight == 0 else slice(0, num_queries)]
-    answer = np.zeros(label_score_BL.shape)
+    num_memory = query_score_BN.shape[1]
+    num_labels = positive_NL.shape[1]
+    weight = config.weight
+    score_BK = np.concatenate([query_score_BN, label_score_BL], axis=1)
+    value_KL = np.concatenate(
+        [
+            weight * positive_NL,
+            (1 - weight) * np.eye(num_labels),
+        ]
+    )
+
+    queries = slice(0, num_memory)
+    labels = slice(num_memory, None)
+    if weight == 0:
+        parts = [labels]
+    elif weight == 1:
+        parts = [queries]
+    elif config.joint:
+        # One softmax over the keys of both.
+        parts = [slice(0, None)]
+    else:
+        parts = [queries, labels]
+
+    answer_BL = np.zeros(label_score_BL.shape)
     for part in parts:
-        score = keys[:, part]
-        for row, best in enumerate(np.argsort(-score, axis=1, kind="stable")[:, : config.keys]):
-            power = np.exp((score[row, best] - score[row, best].max()) / config.temperature)
-            answer[row] += power / power.sum() @ values[part][best]
-    return answer
+        for row, scores in enumerate(score_BK[:, part]):
+            answer_BL[row] += softmax_of_best(scores, value_KL[part], config)
+    return answer_BL
 
 
 @pytest.mark.parametrize("name", ["0.0", "0.3", "1.0"])
 def test_probabilities_are_golden(name: str) -> None:
-    g = golden(f"rae_predict_lambda{name}")
-    config = MemoryConfig(weight=float(g["lambda_"]), keys=int(g["b"]), temperature=float(g["tau"]))
-    near = Neighbours(
-        nearest(g["queries"] @ g["memory_queries"].T, config.keys),
-        nearest(g["queries"] @ g["memory_labels"].T, config.keys),
+    vector = golden(f"rae_predict_lambda{name}")
+    config = MemoryConfig(
+        weight=float(vector["lambda_"]),
+        keys=int(vector["b"]),
+        temperature=float(vector["tau"]),
     )
-    positives = Ragged.from_rows([np.flatnonzero(row) for row in g["memory_positives"]])
-    votes = count_votes(near, positives, config, num_labels=len(g["memory_labels"]))
-    found = np.zeros(g["probabilities"].shape)
-    found.ravel()[votes.pairs] = votes.share(config.weight)
-    np.testing.assert_allclose(found, g["probabilities"], rtol=1e-9, atol=1e-15)
+    query_score_BN = vector["queries"] @ vector["memory_queries"].T
+    label_score_BL = vector["queries"] @ vector["memory_labels"].T
+    near = Neighbours(
+        nearest(query_score_BN, config.keys),
+        nearest(label_score_BL, config.keys),
+    )
+    positives = rows_of_true_columns(vector["memory_positives"])
+    num_labels = len(vector["memory_labels"])
+
+    votes = count_votes(near, positives, config, num_labels)
+
+    expected = vector["probabilities"]
+    found = probabilities_of(votes, config, expected.shape)
+    assert_allclose(found, expected, rtol=1e-9, atol=1e-15)
+
+
+@dataclasses.dataclass
+class PlantedScores:
+    """Scores of 9 queries full of ties, and positives of 60 training queries over 30 labels."""
+
+    query_score_BN: Any
+    label_score_BL: Any
+    positive_NL: Any
+
+    @property
+    def near(self) -> Neighbours:
+        return Neighbours(
+            nearest(self.query_score_BN, 40),
+            nearest(self.label_score_BL, 30),
+        )
+
+    @property
+    def positives(self) -> Ragged:
+        return rows_of_true_columns(self.positive_NL)
+
+    def votes(
+        self,
+        config: MemoryConfig,
+        exclude: Ragged | None = None,
+    ) -> Votes:
+        return count_votes(
+            self.near,
+            self.positives,
+            config,
+            30,
+            exclude,
+        )
+
+    def ranked(
+        self,
+        config: MemoryConfig,
+        width: int,
+        exclude: Ragged | None = None,
+    ) -> TopLabels:
+        """The best labels of each query, by one count of the votes."""
+        votes = self.votes(config, exclude)
+        return rank_votes(
+            votes,
+            config.weight,
+            width,
+            self.near.labels,
+            30,
+        )
 
 
 @pytest.fixture(scope="module")
-def arrays() -> tuple[Any, Any, Any]:
-    """Scores full of ties, and positives; some training queries carry many labels."""
+def planted() -> PlantedScores:
     rng = np.random.default_rng(0)
-    positive_NL = (rng.random((60, 30)) < 0.05) | (rng.random((60, 1)) < 0.05)
-    return (
-        rng.integers(-4, 5, (9, 60)) / 4,
-        rng.integers(-4, 5, (9, 30)) / 4,
-        positive_NL.astype(float),
+    is_positive = rng.random((60, 30)) < 0.05
+    # Some training queries carry all labels.
+    has_all = rng.random((60, 1)) < 0.05
+    positive_NL = is_positive | has_all
+    return PlantedScores(
+        query_score_BN=rng.integers(-4, 5, (9, 60)) / 4,
+        label_score_BL=rng.integers(-4, 5, (9, 30)) / 4,
+        positive_NL=positive_NL.astype(float),
     )
 
 
 @pytest.mark.parametrize("config", SETTINGS)
-def test_any_setting_equals_the_formula(arrays: tuple[Any, Any, Any], config: MemoryConfig) -> None:
-    query_score_BN, label_score_BL, positive_NL = arrays
-    near = Neighbours(nearest(query_score_BN, 40), nearest(label_score_BL, 30))
-    votes = count_votes(
-        near, Ragged.from_rows([np.flatnonzero(row) for row in positive_NL]), config, 30
+def test_any_setting_equals_the_formula(planted: PlantedScores, config: MemoryConfig) -> None:
+    label_score_BL = planted.label_score_BL
+    expected = dense(
+        planted.query_score_BN,
+        label_score_BL,
+        planted.positive_NL,
+        config,
     )
-    expected = dense(*arrays, config)
-    found = np.zeros(expected.shape)
-    found.ravel()[votes.pairs] = votes.share(config.weight)
-    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-15)
-    top = rank_votes(votes, config.weight, 30, near.labels, 30)
-    for row in range(9):
-        num_voted = np.count_nonzero(found[row])
-        order = np.argsort(-found[row], kind="stable")[:num_voted]
-        np.testing.assert_array_equal(top.ids[row, :num_voted], order)
-        rest = [label for label in near.labels.ids[row] if not found[row, label]]
-        assert top.ids[row, num_voted:].tolist() == rest, "completed in order of inner product"
-        assert top.scores[row, num_voted:].tolist() == [
-            label_score_BL[row, label] - 2 for label in rest
-        ]
+
+    found = probabilities_of(planted.votes(config), config, expected.shape)
+    top = planted.ranked(config, 30)
+
+    assert_allclose(found, expected, rtol=1e-9, atol=1e-15)
+    for row, probabilities in enumerate(found):
+        num_voted = np.count_nonzero(probabilities)
+        order = np.argsort(-probabilities, kind="stable")
+        assert_array_equal(top.ids[row, :num_voted], order[:num_voted])
+
+        by_product = planted.near.labels.ids[row]
+        rest = by_product[probabilities[by_product] == 0]
+        assert_array_equal(
+            top.ids[row, num_voted:],
+            rest,
+            "completed in order of inner product",
+        )
+        # 2 less, so that they are below every probability.
+        assert_array_equal(
+            top.scores[row, num_voted:],
+            label_score_BL[row, rest] - 2,
+        )
 
 
 def test_a_sweep_equals_one_search_per_setting(
-    arrays: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
+    planted: PlantedScores,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    query_score_BN, label_score_BL, positive_NL = arrays
-    near = Neighbours(nearest(query_score_BN, 40), nearest(label_score_BL, 30))
-    positives = Ragged.from_rows([np.flatnonzero(row) for row in positive_NL])
     exclude = Ragged.from_rows([[row] for row in range(9)])
-    expected = [
-        rank_votes(count_votes(near, positives, c, 30, exclude), c.weight, 5, near.labels, 30)
-        for c in SETTINGS
-    ]
-    counted = []
-    real = count_votes
-    monkeypatch.setattr(voting, "count_votes", lambda *a, **k: counted.append(1) or real(*a, **k))
-    for (config, top), one, asked in zip(
-        sweep(near, positives, SETTINGS, 5, 30, exclude), expected, SETTINGS, strict=True
-    ):
-        assert config == asked
-        np.testing.assert_array_equal(top.ids, one.ids)
-        np.testing.assert_array_equal(top.scores, one.scores)
-    assert len(counted) == len(SETTINGS) * 3 // 4, "0.3 and 0.5 share their votes"
+    expected = [planted.ranked(config, 5, exclude) for config in SETTINGS]
+    num_counts = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Votes:
+        nonlocal num_counts
+        num_counts += 1
+        return count_votes(*args, **kwargs)
+
+    monkeypatch.setattr(voting, "count_votes", counted)
+    results = list(
+        sweep(
+            planted.near,
+            planted.positives,
+            SETTINGS,
+            5,
+            30,
+            exclude,
+        )
+    )
+
+    assert [config for config, _ in results] == SETTINGS
+    for (_, top), alone in zip(results, expected, strict=True):
+        assert_array_equal(top.ids, alone.ids)
+        assert_array_equal(top.scores, alone.scores)
+    assert num_counts == len(SETTINGS) * 3 // 4, "0.3 and 0.5 share their votes"
 
 
-def test_excluded_labels_get_no_votes(arrays: tuple[Any, Any, Any]) -> None:
-    query_score_BN, label_score_BL, positive_NL = arrays
-    near = Neighbours(nearest(query_score_BN, 40), nearest(label_score_BL, 30))
-    positives = Ragged.from_rows([np.flatnonzero(row) for row in positive_NL])
+def test_excluded_labels_get_no_votes(planted: PlantedScores) -> None:
     config = MemoryConfig(weight=0.5, keys=20)
-    first = rank_votes(count_votes(near, positives, config, 30), 0.5, 4, near.labels, 30)
-    exclude = Ragged.from_rows([first.ids[row, :2] for row in range(9)])
-    second = rank_votes(count_votes(near, positives, config, 30, exclude), 0.5, 2, near.labels, 30)
-    np.testing.assert_array_equal(second.ids, first.ids[:, 2:])
-    np.testing.assert_array_equal(second.scores, first.scores[:, 2:])
+
+    four = planted.ranked(config, 4)
+    first_two = Ragged.from_rows([four.ids[row, :2] for row in range(9)])
+    others = planted.ranked(config, 2, exclude=first_two)
+
+    assert_array_equal(others.ids, four.ids[:, 2:])
+    assert_array_equal(others.scores, four.scores[:, 2:])
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return planted_corpus(tmp_path_factory.mktemp("memory"), num_queries=301, num_labels=47)
+    folder = tmp_path_factory.mktemp("memory")
+    return planted_corpus(folder, num_queries=301, num_labels=47)
 
 
 def make(
-    corpus: Corpus, path: Path, spec: IndexSpec | None = None, config: MemoryConfig | None = None
+    corpus: Corpus,
+    path: Path,
+    spec: IndexSpec | None = None,
+    config: MemoryConfig | None = None,
 ) -> Path:
     """A bundle of an untrained encoder with a memory of the training queries."""
     spec = spec or IndexSpec()
-    encoder = build_encoder(EncoderConfig(dim=24), corpus.tokenizer(), None, seed=0).eval()
-    encode = QueryEncoder(encoder, Head(encoder.dim), corpus.tokenizer(), normalised=True).encode
-    everything = np.arange(corpus.card.num_labels)
-    predictor = remember(corpus.split("train"), encode, config or MemoryConfig(keys=30), spec)
-    model = BundleModel(encoder=encoder, head=Head(encoder.dim), tokenizer=corpus.tokenizer())
+    config = config or MemoryConfig(keys=30)
+    tokenizer = corpus.tokenizer()
+    encoder = build_encoder(EncoderConfig(dim=24), tokenizer, None, seed=0).eval()
+    head = Head(encoder.dim)
+    encode = QueryEncoder(encoder, head, tokenizer, normalised=True).encode
+    source_ids = np.arange(corpus.card.num_labels)
+    label_tokens = corpus.label_tokens(corpus.label_order)
     labels = BundleLabels(
-        uids=corpus.label_uids(everything),
-        texts=corpus.label_texts(everything),
+        uids=corpus.label_uids(source_ids),
+        texts=corpus.label_texts(source_ids),
         order=corpus.label_order,
-        vectors=[encode(corpus.label_tokens(corpus.label_order))],
+        vectors=[encode(label_tokens)],
     )
-    write_bundle(path, model, labels, ShardBuild(spec=spec), {}, predictor=predictor)
+    write_bundle(
+        path,
+        BundleModel(
+            encoder=encoder,
+            head=head,
+            tokenizer=tokenizer,
+        ),
+        labels,
+        ShardBuild(spec=spec),
+        {},
+        predictor=remember(corpus.split("train"), encode, config, spec),
+    )
     return path
 
 
@@ -183,111 +338,179 @@ def bundle(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(corpus, tmp_path_factory.mktemp("bundles") / "b")
 
 
-def expected_of(retriever: Retriever, corpus: Corpus, rows: Any, config: MemoryConfig) -> Any:
+def expected_of(
+    retriever: Retriever,
+    corpus: Corpus,
+    rows: Any,
+    config: MemoryConfig,
+) -> Any:
     """Probabilities of test queries by the formula, from the vectors that the bundle makes."""
     train = corpus.split("train")
+    test = corpus.split("test")
     kept = np.flatnonzero(train.num_positives())
     positives = train.positives(kept)
     positive_NL = np.zeros((len(kept), corpus.card.num_labels))
     positive_NL[positives.row_ids, positives.values] = 1
-    queries = retriever.encode(corpus.split("test").tokens(rows))
-    keys, labels = (
-        retriever.encode(train.tokens(kept)),
-        retriever.encode(corpus.label_tokens(np.arange(47))),
+    query_BD = retriever.encode(test.tokens(rows))
+    key_ND = retriever.encode(train.tokens(kept))
+    label_LD = retriever.encode(corpus.label_tokens(np.arange(47)))
+    return dense(
+        query_BD @ key_ND.T,
+        query_BD @ label_LD.T,
+        positive_NL,
+        config,
     )
-    return dense(queries @ keys.T, queries @ labels.T, positive_NL, config)
 
 
 @pytest.mark.parametrize(
-    "config", [None, MemoryConfig(weight=0, keys=9), MemoryConfig(weight=1, keys=9, temperature=1)]
+    "config",
+    [
+        None,
+        MemoryConfig(weight=0, keys=9),
+        MemoryConfig(
+            weight=1,
+            keys=9,
+            temperature=1,
+        ),
+    ],
 )
 def test_a_bundle_answers_with_probabilities(
-    corpus: Corpus, bundle: Path, config: MemoryConfig | None, monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus,
+    bundle: Path,
+    config: MemoryConfig | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     retriever = Retriever.load(bundle, threads=1)
-    rows = np.arange(len(corpus.split("test")))
-    tokens = corpus.split("test").tokens(rows)
+    test = corpus.split("test")
+    rows = np.arange(len(test))
+    tokens = test.tokens(rows)
+    used = config or MemoryConfig(keys=30)
+    expected_BL = expected_of(retriever, corpus, rows, used)
+
     top = retriever.top_labels(tokens, 47, memory=config)
-    expected = expected_of(retriever, corpus, rows, config or MemoryConfig(keys=30))
-    assert (np.sort(top.ids, axis=1) == np.arange(47)).all(), (
-        "every label once: the list is completed"
-    )
-    np.testing.assert_allclose(
-        np.maximum(top.scores, 0), np.take_along_axis(expected, top.ids, 1), atol=1e-4
-    )
+
+    is_every_label = np.sort(top.ids, axis=1) == np.arange(47)
+    assert is_every_label.all(), "every label once: the list is completed"
+    # Labels without votes complete the list with scores below 0.
+    probabilities = np.maximum(top.scores, 0)
+    expected = np.take_along_axis(expected_BL, top.ids, axis=1)
+    assert_allclose(probabilities, expected, atol=1e-4)
     assert (np.diff(top.scores, axis=1) <= 0).all()
+
     monkeypatch.setattr(retrievers, "CHUNK", 7)
     monkeypatch.setattr(predictors, "VOTE_QUERIES", 3)
-    again = retriever.top_labels(tokens, 47, memory=config)
-    np.testing.assert_allclose(again.scores, top.scores, atol=1e-5)
+    in_blocks = retriever.top_labels(tokens, 47, memory=config)
+    assert_allclose(in_blocks.scores, top.scores, atol=1e-5)
 
 
 def test_weight_zero_is_the_dual_encoder(corpus: Corpus, bundle: Path) -> None:
     retriever = Retriever.load(bundle, threads=1)
-    query_BD = retriever.encode(corpus.split("test").tokens(np.arange(20)))
+    tokens = corpus.split("test").tokens(np.arange(20))
+    query_BD = retriever.encode(tokens)
+
     top = retriever.top_labels(query_BD, 10, memory=MemoryConfig(weight=0))
-    np.testing.assert_array_equal(top.ids, retriever.labels.search_exported(query_BD, 10).ids)
+
+    expected = retriever.labels.search_exported(query_BD, 10)
+    assert_array_equal(top.ids, expected.ids)
 
 
 def test_an_answer_names_who_voted(corpus: Corpus, bundle: Path) -> None:
-    retriever, train = Retriever.load(bundle, threads=1), corpus.split("train")
+    retriever = Retriever.load(bundle, threads=1)
+    train = corpus.split("train")
     rows = np.arange(len(train))
-    known = dict(
-        zip(
-            train.uids(rows),
-            zip(train.texts(rows), map(set, train.positives(rows)), strict=True),
-            strict=True,
-        )
-    )
+    uids = train.uids(rows)
+    text_of = dict(zip(uids, train.texts(rows), strict=True))
+    positives_of = dict(zip(uids, train.positives(rows), strict=True))
     texts = corpus.split("test").texts(np.arange(5))
-    for answers in retriever.search(texts, 6, explain=True, memory=MemoryConfig(weight=1)):
+
+    explained = retriever.search(
+        texts,
+        6,
+        explain=True,
+        memory=MemoryConfig(weight=1),
+    )
+
+    for answers in explained:
         assert answers[0].voters
         for answer in answers:
             assert answer.voters is not None
             weights = [voter.weight for voter in answer.voters]
             assert weights == sorted(weights, reverse=True)
-            assert sum(weights) == pytest.approx(max(answer.score, 0), abs=1e-6)
+            # A label without votes has a score below 0.
+            probability = max(answer.score, 0)
+            assert sum(weights) == pytest.approx(probability, abs=1e-6)
             for voter in answer.voters:
-                assert known[voter.uid][0] == voter.text
-                assert answer.label_id in known[voter.uid][1]
-    assert retriever.search(texts, 1)[0][0].voters is None
+                assert voter.text == text_of[voter.uid]
+                assert answer.label_id in positives_of[voter.uid]
+
+    unexplained = retriever.search(texts, 1)
+    assert unexplained[0][0].voters is None
 
 
 def test_texts_of_voters_come_from_several_blocks(
-    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(memories, "ROWS", 16)
-    memory = Retriever.load(make(corpus, tmp_path / "b")).memory
-    assert memory is not None
     train = corpus.split("train")
     kept = np.flatnonzero(train.num_positives())
-    found = memory.queries.names([0, 15, 16, len(kept) - 1, 16])
-    assert found == {
-        row: (train.uids(kept[[row]])[0], train.texts(kept[[row]])[0])
-        for row in (0, 15, 16, len(kept) - 1)
+    last = len(kept) - 1
+    uids = train.uids(kept)
+    texts = train.texts(kept)
+
+    memory = Retriever.load(make(corpus, tmp_path / "b")).memory
+
+    assert memory is not None
+    assert memory.queries.names([0, 15, 16, last, 16]) == {
+        0: (uids[0], texts[0]),
+        15: (uids[15], texts[15]),
+        16: (uids[16], texts[16]),
+        last: (uids[last], texts[last]),
     }
-    assert [memory.positives[row].tolist() for row in range(len(kept))] == [
-        row.tolist() for row in train.positives(kept)
-    ]
+    expected = train.positives(kept)
+    for row in range(len(kept)):
+        assert_array_equal(memory.positives[row], expected[row])
 
 
-def test_exact_search_does_without_the_index(corpus: Corpus, bundle: Path, tmp_path: Path) -> None:
-    spec = IndexSpec(factory="IVF16,Flat", nprobe=1, candidates=1)
+def test_exact_search_does_without_the_index(
+    corpus: Corpus,
+    bundle: Path,
+    tmp_path: Path,
+) -> None:
+    spec = IndexSpec(
+        factory="IVF16,Flat",
+        nprobe=1,
+        candidates=1,
+    )
     config = MemoryConfig(keys=5, weight=1)
-    indexed, flat = Retriever.load(make(corpus, tmp_path / "b", spec)), Retriever.load(bundle)
-    assert (tmp_path / "b" / "memory" / "index" / "00000.faiss").is_file()
-    assert (indexed.is_exact, flat.is_exact) == (False, True)
     tokens = corpus.split("test").tokens(np.arange(40))
-    exact = indexed.top_labels(tokens, 5, exact=True, memory=config)
-    np.testing.assert_array_equal(exact.ids, flat.top_labels(tokens, 5, memory=config).ids)
+
+    indexed = Retriever.load(make(corpus, tmp_path / "b", spec))
+    flat = Retriever.load(bundle)
+
+    assert (tmp_path / "b" / "memory" / "index" / "00000.faiss").is_file()
+    assert not indexed.is_exact
+    assert flat.is_exact
+    top = indexed.top_labels(tokens, 5, exact=True, memory=config)
+    expected = flat.top_labels(tokens, 5, memory=config)
+    assert_array_equal(top.ids, expected.ids)
 
 
-def test_bundles_without_a_memory_say_so(corpus: Corpus, bundle: Path, tmp_path: Path) -> None:
+def test_bundles_without_a_memory_say_so(
+    corpus: Corpus,
+    bundle: Path,
+    tmp_path: Path,
+) -> None:
     retriever = dataclasses.replace(Retriever.load(bundle), memory=None)
-    for asked in ({"explain": True}, {"memory": MemoryConfig()}):
-        with pytest.raises(ConfigError, match="no memory of training queries"):
-            retriever.search(["w1"], 1, **asked)  # type: ignore[arg-type]
-    assert retriever.search(["w1"], 1)[0][0].voters is None
+
+    with pytest.raises(ConfigError, match="no memory of training queries"):
+        retriever.search(["w1"], 1, explain=True)
+    with pytest.raises(ConfigError, match="no memory of training queries"):
+        retriever.search(["w1"], 1, memory=MemoryConfig())
+
+    ((answer,),) = retriever.search(["w1"], 1)
+    assert answer.voters is None
 
 
 @pytest.mark.parametrize(
@@ -306,106 +529,164 @@ def test_settings_out_of_range(name: str, value: float) -> None:
 
 
 def damage_settings(folder: Path) -> None:
-    settings = json.loads((folder / "settings.json").read_text())
+    path = folder / "settings.json"
+    settings = json.loads(path.read_text())
     settings["predictor"]["config"]["weight"] = 3
-    (folder / "settings.json").write_text(json.dumps(settings))
+    path.write_text(json.dumps(settings))
 
 
 def damage_labels(folder: Path) -> None:
-    labels = np.load(folder / "memory" / "labels.npy")
+    path = folder / "memory" / "labels.npy"
+    labels = np.load(path)
     labels[0] = 1000
-    np.save(folder / "memory" / "labels.npy", labels)
+    np.save(path, labels)
 
 
 def damage_offsets(folder: Path) -> None:
-    np.save(folder / "memory" / "label_offsets.npy", np.zeros(3, np.int64))
+    path = folder / "memory" / "label_offsets.npy"
+    np.save(path, np.zeros(3, np.int64))
 
 
 @pytest.mark.parametrize("damage", [damage_settings, damage_labels, damage_offsets])
-def test_a_memory_that_does_not_fit_is_refused(corpus: Corpus, tmp_path: Path, damage: Any) -> None:
+def test_a_memory_that_does_not_fit_is_refused(
+    corpus: Corpus,
+    tmp_path: Path,
+    damage: Any,
+) -> None:
     folder = make(corpus, tmp_path / "b")
     damage(folder)
+    # A new manifest has the checksums of the damaged files.
     manifest = read_manifest(folder, "bundle")
     finish_manifest(folder, "bundle", manifest.about, {})
+
     with pytest.raises(BundleError, match="memory"):
         Retriever.load(folder)
 
 
 def test_a_transformer_fits_the_tokens_it_was_trained_with(corpus: Corpus, tmp_path: Path) -> None:
-    def prepared_with(tokenizer: TextTokenizer) -> Any:
-        return SimpleNamespace(tokenizer=lambda: tokenizer, path="corpus")
+    one = str(write_bert(tmp_path / "one", ["sort", "an", "array"]))
+    other = str(write_bert(tmp_path / "other", ["array", "sort", "an"]))
+    saved = tmp_path / "saved"
+    tokenizer = from_transformer(one, max_len=16)
+    prepared: Any = SimpleNamespace(tokenizer=lambda: tokenizer, path="corpus")
 
-    one = write_bert(tmp_path / "one", ["sort", "an", "array"])
-    other = write_bert(tmp_path / "other", ["array", "sort", "an"])
-    prepared = prepared_with(from_transformer(str(one), max_len=16))
-    encoder, head = open_encoder(str(one), prepared)
-    assert (encoder.dim, head.kind) == (16, "plain")
-    encoder.save(tmp_path / "saved")
-    open_encoder(str(tmp_path / "saved"), prepared)
-    for path, found in ((other, prepared), (one, corpus)):
-        with pytest.raises(DataError, match="other tokens than encoder"):
-            open_encoder(str(path), found)
+    encoder, head = open_encoder(one, prepared)
+    assert encoder.dim == 16
+    assert head.kind == "plain"
+
+    encoder.save(saved)
+    open_encoder(str(saved), prepared)
+
+    with pytest.raises(DataError, match="other tokens than encoder"):
+        open_encoder(other, prepared)
+    with pytest.raises(DataError, match="other tokens than encoder"):
+        open_encoder(one, corpus)
 
 
 class TestCommand:
     """`xmcray memory` with every kind of encoder, and `search --explain`."""
 
-    def encoder(self, corpus: Corpus, folder: Path) -> Path:
+    def encoder(
+        self,
+        corpus: Corpus,
+        folder: Path,
+    ) -> Path:
         folder.mkdir()
-        build_encoder(EncoderConfig(dim=24), corpus.tokenizer(), None, seed=0).save(folder)
+        encoder = build_encoder(EncoderConfig(dim=24), corpus.tokenizer(), None, seed=0)
+        encoder.save(folder)
         return folder
 
     def test_a_plain_encoder_and_a_bundle(
-        self, corpus: Corpus, tmp_path: Path, shell: Shell
+        self,
+        corpus: Corpus,
+        tmp_path: Path,
+        shell: Shell,
     ) -> None:
         first = tmp_path / "first"
+        second = tmp_path / "second"
         data = f"--data {corpus.path}"
         encoder = self.encoder(corpus, tmp_path / "encoder")
+        test = corpus.split("test")
+
         shell.run(f"memory {encoder} {data} --out {first} --set memory.keys=30")
-        shell.run(f"memory {first} {data} --out {tmp_path}/second --set memory.weight=0")
-        retrievers_ = [Retriever.load(tmp_path / name) for name in ("first", "second")]
-        configs = [r.memory.config for r in retrievers_ if r.memory]
-        assert configs == [MemoryConfig(keys=30), MemoryConfig(weight=0)]
-        tokens = corpus.split("test").tokens(np.arange(9))
-        tops = [r.top_labels(tokens, 5, memory=MemoryConfig()).ids.tolist() for r in retrievers_]
-        assert tops[0] == tops[1]
-        text = corpus.split("test").texts(np.arange(1))[0]
+        shell.run(f"memory {first} {data} --out {second} --set memory.weight=0")
+
+        of_encoder = Retriever.load(first)
+        of_bundle = Retriever.load(second)
+        assert of_encoder.memory is not None
+        assert of_bundle.memory is not None
+        assert of_encoder.memory.config == MemoryConfig(keys=30)
+        assert of_bundle.memory.config == MemoryConfig(weight=0)
+        # With equal settings they answer alike.
+        tokens = test.tokens(np.arange(9))
+        expected = of_encoder.top_labels(tokens, 5, memory=MemoryConfig())
+        top = of_bundle.top_labels(tokens, 5, memory=MemoryConfig())
+        assert_array_equal(top.ids, expected.ids)
+
+        (text,) = test.texts(np.arange(1))
         search = f"search {first} '{text}' -k 2 --explain"
-        (found,) = json.loads(shell.run(f"{search} --set memory.weight=1 --json"))
-        assert {"uid", "text", "weight"} == found["answers"][0]["voters"][0].keys()
+        (line,) = json.loads(shell.run(f"{search} --set memory.weight=1 --json"))
+        voter = line["answers"][0]["voters"][0]
+        assert voter.keys() == {"uid", "text", "weight"}
         assert "  by " in shell.run(search)
         shell.run(f"evaluate {first} {data}")
 
-    def test_mistakes_are_one_line(self, corpus: Corpus, tmp_path: Path, shell: Shell) -> None:
-        other = planted_corpus(tmp_path / "other", num_queries=40, num_labels=47, seed=9)
+    def test_mistakes_are_one_line(
+        self,
+        corpus: Corpus,
+        tmp_path: Path,
+        shell: Shell,
+    ) -> None:
+        other = planted_corpus(
+            tmp_path / "other",
+            num_queries=40,
+            num_labels=47,
+            seed=9,
+        )
         encoder = self.encoder(corpus, tmp_path / "encoder")
         bundle = tmp_path / "b"
         memory_bundle(str(encoder), corpus, bundle)
-        data = f"--data {corpus.path} --out {tmp_path}/never"
-        other_data = f"--data {other.path} --out {tmp_path}/never"
-        for command, message in (
-            (f"memory {encoder} {other_data}", "other tokens"),
-            (f"memory {bundle} {other_data}", "other tokens"),
-            (f"memory '{tmp_path}/nowhere/x y' {data}", "neither"),
-            (f"memory {encoder} {data} --set memory.weight=2", "memory.weight is 2"),
-            (f"memory {encoder} {data} --set memory.lambda=2", "memory.lambda"),
-            (f"search {bundle} w1 -k 48", "k is 48"),
-            (f"search {bundle} w1 --set memory.keys=0", "memory.keys is 0"),
-            (f"search {bundle} w1 --set optim.lr=1", "setting 'optim'"),
-            (
-                f"search {bundle} w1 --memory weight=0",
-                "--memory weight=0 is now written --set memory.weight=0",
+        never = tmp_path / "never"
+        data = f"--data {corpus.path} --out {never}"
+        other_data = f"--data {other.path} --out {never}"
+        message_of = {
+            f"memory {encoder} {other_data}": "other tokens",
+            f"memory {bundle} {other_data}": "other tokens",
+            f"memory '{tmp_path}/nowhere/x y' {data}": "neither",
+            f"memory {encoder} {data} --set memory.weight=2": "memory.weight is 2",
+            f"memory {encoder} {data} --set memory.lambda=2": "memory.lambda",
+            f"search {bundle} w1 -k 48": "k is 48",
+            f"search {bundle} w1 --set memory.keys=0": "memory.keys is 0",
+            f"search {bundle} w1 --set optim.lr=1": "setting 'optim'",
+            f"search {bundle} w1 --memory weight=0": (
+                "--memory weight=0 is now written --set memory.weight=0"
             ),
-        ):
+        }
+
+        for command, message in message_of.items():
             assert message in shell.error(command)
-        assert not (tmp_path / "never").exists()
+
+        assert not never.exists()
 
 
 def test_labels_without_votes_follow_even_if_their_vectors_are_long() -> None:
     # One query, five labels: label 3 has a small vote, all inner products are above 2.
-    votes = Votes(np.array([3]), np.array([0.1]), np.array([0.0]))
+    votes = Votes(
+        pairs=np.array([3]),
+        of_queries=np.array([0.1]),
+        of_labels=np.array([0.0]),
+    )
     ids = np.array([[4, 0, 3, 1]])
-    fallback = TopLabels(ids, np.array([[9.0, 7.0, 7.0, 5.0]], np.float32))
-    top = rank_votes(votes, 0.5, 3, fallback, 5)
+    products = np.array([[9.0, 7.0, 7.0, 5.0]], np.float32)
+
+    top = rank_votes(
+        votes,
+        0.5,
+        3,
+        TopLabels(ids, products),
+        5,
+    )
+
     assert top.ids.tolist() == [[3, 4, 0]]
-    np.testing.assert_array_equal(top.scores, np.array([[0.05, 7.0, 5.0]], np.float32))
+    expected = np.array([[0.05, 7.0, 5.0]], np.float32)
+    assert_array_equal(top.scores, expected)
