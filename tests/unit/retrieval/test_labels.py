@@ -1,4 +1,7 @@
-"""Labels join and leave a bundle: found at once by their own text, and nobody else's score changes by a bit."""
+"""Labels join and leave a bundle.
+
+They are found at once by their own text, and no other label's score changes by a bit.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from xmcray.nn.heads import Head
 from xmcray.nn.label_side import LabelSide
 from xmcray.nn.prototypes import PrototypeNetwork
 from xmcray.retrieval import labels as module
+from xmcray.retrieval.answers import FoundLabel
 from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.labels import (
@@ -38,18 +42,24 @@ from xmcray.storage.artifact import exclusive, open_artifact
 from xmcray.storage.manifest import finish_manifest
 from xmcray.types import TopLabels
 
+# Each repeats a word twice and the seventh word after it four times.
 NEW = [
-    NewLabel(f"new{i}", f"{a} {a} {b} {b} {b} {b}")
-    for i, (a, b) in enumerate(zip(WORDS, WORDS[7:], strict=False))
+    NewLabel(f"new{number}", f"{one} {one} {other} {other} {other} {other}")
+    for number, (one, other) in enumerate(zip(WORDS, WORDS[7:], strict=False))
 ]
-PLANTED = [NewLabel(f"new{i}", f"w{i}x1 w{i}x1 w{i + 9}x2") for i in range(9)]
+NEW_TEXTS = [label.text for label in NEW]
+# Labels of the words of planted corpora.
+PLANTED = [
+    NewLabel(f"new{number}", f"w{number}x1 w{number}x1 w{number + 9}x2") for number in range(9)
+]
 K = 20
 
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Bundles by kind, each made once."""
-    folder, made = tmp_path_factory.mktemp("labels"), {}
+    folder = tmp_path_factory.mktemp("labels")
+    made: dict[str, Path] = {}
 
     def bundle(kind: str) -> Path:
         if kind not in made:
@@ -71,104 +81,169 @@ def queries_of(retriever: Retriever, new: list[NewLabel]) -> Any:
 
 def texts_of_queries(new: list[NewLabel]) -> list[str]:
     """Texts of labels, of labels that join, and of planted queries."""
-    planted = [f"w{i}x0 w{i}x1" for i in range(20)]
-    return [*TEXTS[:250], *(label.text for label in new), *planted]
+    texts = TEXTS[:250]
+    texts += [label.text for label in new]
+    texts += [f"w{number}x0 w{number}x1" for number in range(20)]
+    return texts
 
 
-def bits(top: TopLabels) -> list[list[tuple[int, bytes]]]:
-    """Of each query: answers in order, each with the bits of its score."""
-    return [
-        [(label, score.tobytes()) for label, score in zip(ids, scores, strict=True) if label >= 0]
-        for ids, scores in zip(top.ids.tolist(), top.scores, strict=True)
-    ]
+def load(path: Path) -> Retriever:
+    return Retriever.load(path, threads=1)
 
 
-def same_but(wanted: TopLabels, found: TopLabels, strangers: set[int]) -> int:
-    """Asserts that both rank the labels that are no strangers alike, bit for bit; returns how many were met."""
-    met = 0
-    for one, other in zip(bits(wanted), bits(found), strict=True):
-        known = [
-            [answer for answer in answers if answer[0] not in strangers] for answers in (one, other)
-        ]
-        depth = min(map(len, known))
-        assert known[0][:depth] == known[1][:depth]
-        met += len(one) + len(other) - len(known[0]) - len(known[1])
-    return met
+def uids_of(answers: list[FoundLabel]) -> list[str]:
+    return [answer.uid for answer in answers]
+
+
+def scores_of(answers: list[FoundLabel]) -> list[float]:
+    return [answer.score for answer in answers]
+
+
+def assert_known_are_ranked_alike(
+    expected: TopLabels,
+    top: TopLabels,
+    strangers: set[int],
+) -> None:
+    """Both rank the labels that are no strangers alike, bit for bit, and met some strangers."""
+    assert len(top.ids) == len(expected.ids)
+    num_met = 0
+    for query in range(len(expected.ids)):
+        ids = expected.ids[query]
+        other_ids = top.ids[query]
+        is_known = ~np.isin(ids, [*strangers, -1])
+        other_is_known = ~np.isin(other_ids, [*strangers, -1])
+        num_met += np.isin(ids, list(strangers)).sum()
+        num_met += np.isin(other_ids, list(strangers)).sum()
+
+        # The list with more strangers has room for fewer of the others.
+        depth = min(is_known.sum(), other_is_known.sum())
+        np.testing.assert_array_equal(
+            ids[is_known][:depth],
+            other_ids[other_is_known][:depth],
+        )
+        scores = expected.scores[query][is_known]
+        other_scores = top.scores[query][other_is_known]
+        assert scores[:depth].tobytes() == other_scores[:depth].tobytes()
+    assert num_met > 0
 
 
 @pytest.mark.parametrize(
-    "kind", ["texts", "textsIVF", "rows", "rowsIVF", "both", "prototypes", "memory"]
+    "kind",
+    [
+        "texts",
+        "textsIVF",
+        "rows",
+        "rowsIVF",
+        "both",
+        "prototypes",
+        "memory",
+    ],
 )
-def test_labels_join_and_leave(kind: str, bundles: Any, tmp_path: Path) -> None:
+def test_labels_join_and_leave(
+    kind: str,
+    bundles: Any,
+    tmp_path: Path,
+) -> None:
     source = bundles(kind)
-    first = Retriever.load(source, threads=1)
+    bundle = tmp_path / "b"
     new = PLANTED if kind == "memory" else NEW
-    own = first.encode([label.text for label in new])
-    asked = [queries_of(first, new), own]
+    new_texts = [label.text for label in new]
+    first = load(source)
     depth = first.num_labels if kind == "memory" else K
-    before = [first.top_labels(query_BD, depth) for query_BD in asked]
-    assert add_labels(source, new[:2], tmp_path / "b") == first.num_labels + 2
-    assert add_labels(tmp_path / "b", new[2:]) == first.num_labels + len(new)
-    second = Retriever.load(tmp_path / "b", threads=1)
+    queries = [
+        queries_of(first, new),
+        first.encode(new_texts),
+    ]
+    before = [first.top_labels(query_BD, depth) for query_BD in queries]
+
+    # Labels join.
+    assert add_labels(source, new[:2], bundle) == first.num_labels + 2
+    assert add_labels(bundle, new[2:]) == first.num_labels + len(new)
+
+    second = load(bundle)
     assert second.is_exact == (not kind.endswith("IVF"))
-    assert (second.labels.changed, first.labels.changed) == (True, False)
+    assert second.labels.changed
+    assert not first.labels.changed
     joined = set(range(first.num_labels, second.num_labels))
-    for query_BD, top in zip(asked, before, strict=True):
-        assert same_but(top, second.top_labels(query_BD, depth), joined) > 0
-    for label, answers in zip(new, second.search([label.text for label in new], K), strict=True):
-        if kind != "prototypes":  # an untrained network makes them
-            assert (answers[0].uid, answers[0].text) == (label.uid, label.text)
-    # some of the export's best answers, and some that joined, leave
-    gone = {*before[1].ids[:3, :2].ravel().tolist(), min(joined)}
-    uids = [uid for uid, label in second.labels.ids_by_uid().items() if label in gone]
-    assert remove_labels(tmp_path / "b", uids) == second.num_labels - len(gone)
-    third = Retriever.load(tmp_path / "b", threads=1)
-    for query_BD in asked:
-        found = third.top_labels(query_BD, depth)
-        assert not np.isin(found.ids, list(gone)).any()
-        assert (found.ids[:, : depth - len(gone)] >= 0).all()
-        assert same_but(second.top_labels(query_BD, depth), found, gone) > 0
-    assert third.labels.ids_by_uid() == {
-        uid: label for uid, label in second.labels.ids_by_uid().items() if label not in gone
-    }
-    assert open_artifact(tmp_path / "b", "bundle")[1].about["changes"][-1]["removed"] == len(gone)
+    for query_BD, expected in zip(queries, before, strict=True):
+        top = second.top_labels(query_BD, depth)
+        assert_known_are_ranked_alike(expected, top, joined)
+    answers_of_texts = second.search(new_texts, K)
+    # An untrained network makes the vectors of prototypes.
+    if kind != "prototypes":
+        for label, answers in zip(new, answers_of_texts, strict=True):
+            assert answers[0].uid == label.uid
+            assert answers[0].text == label.text
+
+    # Some of the export's best answers, and one that joined, leave.
+    best_ids = before[1].ids[:3, :2]
+    gone = {*best_ids.ravel().tolist(), min(joined)}
+    ids_by_uid = second.labels.ids_by_uid()
+    uids = [uid for uid, label in ids_by_uid.items() if label in gone]
+    assert remove_labels(bundle, uids) == second.num_labels - len(gone)
+
+    third = load(bundle)
+    for query_BD in queries:
+        top = third.top_labels(query_BD, depth)
+        expected = second.top_labels(query_BD, depth)
+        assert not np.isin(top.ids, list(gone)).any()
+        assert (top.ids[:, : depth - len(gone)] >= 0).all()
+        assert_known_are_ranked_alike(expected, top, gone)
+    remaining = dict(ids_by_uid)
+    for uid in uids:
+        del remaining[uid]
+    assert third.labels.ids_by_uid() == remaining
+    _, manifest = open_artifact(bundle, "bundle")
+    assert manifest.about["changes"][-1]["removed"] == len(gone)
 
 
 def test_a_removed_label_may_come_back_under_a_new_number(bundles: Any, tmp_path: Path) -> None:
-    remove_labels(bundles("texts"), ["u3"], tmp_path / "b")
-    add_labels(tmp_path / "b", [NewLabel("u3", NEW[0].text)])
-    answer = Retriever.load(tmp_path / "b").search([NEW[0].text], 1)[0][0]
-    assert (answer.uid, answer.label_id) == ("u3", len(TEXTS))
+    bundle = tmp_path / "b"
+    text = NEW[0].text
+
+    remove_labels(bundles("texts"), ["u3"], bundle)
+    add_labels(bundle, [NewLabel("u3", text)])
+
+    ((answer,),) = Retriever.load(bundle).search([text], 1)
+    assert answer.uid == "u3"
+    assert answer.label_id == len(TEXTS)
 
 
 def test_more_labels_than_a_shard_has_room_for(
-    bundles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundles: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "ROOM", 4)
     add_labels(bundles("texts"), NEW[:6], tmp_path / "parts")
     add_labels(tmp_path / "parts", NEW[6:])
-    retriever = Retriever.load(tmp_path / "parts")
-    assert [shard.stop - len(TEXTS) for shard in retriever.settings.shards] == [0, 8, 12]
     add_labels(bundles("texts"), NEW, tmp_path / "whole")
-    texts = [label.text for label in NEW]
-    parts = Retriever.load(tmp_path / "parts").search(texts, 3)
-    whole = Retriever.load(tmp_path / "whole").search(texts, 3)
-    for one, other in zip(parts, whole, strict=True):
-        assert [answer.uid for answer in one] == [answer.uid for answer in other]
+
+    parts = Retriever.load(tmp_path / "parts")
+    whole = Retriever.load(tmp_path / "whole")
+
+    num_joined = [shard.stop - len(TEXTS) for shard in parts.settings.shards]
+    assert num_joined == [0, 8, 12]
+    of_parts = parts.search(NEW_TEXTS, 3)
+    of_whole = whole.search(NEW_TEXTS, 3)
+    for answers, expected in zip(of_parts, of_whole, strict=True):
+        assert uids_of(answers) == uids_of(expected)
         # Products of other shapes may differ in the last bit.
-        scores = [answer.score for answer in other]
-        assert [answer.score for answer in one] == pytest.approx(scores, abs=1e-6)
+        assert scores_of(answers) == pytest.approx(scores_of(expected), abs=1e-6)
 
 
 def test_labels_that_join_one_by_one_lie_in_few_blocks(bundles: Any) -> None:
-    # A block for each of them would cost every search after a change, and kilobytes of memory.
     retriever = Retriever.load(bundles("texts"))
     label_sides = load_label_sides(bundles("texts"), retriever.settings)
+
     for label in NEW:
         retriever = with_labels(retriever, label_sides, [label])
+
+    # A block for each of them would cost every search after a change, and kilobytes of memory.
     labels = retriever.labels
     assert len(labels.table.to_batches()) <= 5
-    assert labels.texts(np.arange(560, labels.num_labels)) == [label.text for label in NEW]
+    joined = np.arange(560, labels.num_labels)
+    assert labels.texts(joined) == NEW_TEXTS
     assert labels.ids_by_uid()["u3"] == 3
 
 
@@ -190,41 +265,56 @@ def test_clusters_of_fewer_labels_are_refused(bundles: Any) -> None:
 def test_prototypes_share_the_free_vector_of_the_nearest(bundles: Any, tmp_path: Path) -> None:
     network = PrototypeNetwork(DIM, 8, 4, seed=0)
     clusters = torch.arange(len(TEXTS)) % 4
-    retriever = Retriever.load(bundles("prototypes"))
-    text = retriever.encode([NEW[0].text])
-    row = int(retriever.labels.label_rows[retriever.top_labels(text, 1).ids[0, 0]])
-    with torch.no_grad():
-        expected = network(torch.from_numpy(text), torch.from_numpy(text), clusters[[row]])
     side = LabelSide(prototypes=network, cluster_L=clusters)
-    made = new_vectors(retriever, side, [NEW[0].text])
-    np.testing.assert_array_equal(made, expected.numpy())
+    retriever = Retriever.load(bundles("prototypes"))
+    text_1D = retriever.encode([NEW[0].text])
+
+    vectors = new_vectors(retriever, side, [NEW[0].text])
+
+    # A new label has no centroid yet: its text stands for it.
+    nearest = retriever.top_labels(text_1D, 1).ids[0, 0]
+    row = int(retriever.labels.label_rows[nearest])
+    text = torch.from_numpy(text_1D)
+    with torch.no_grad():
+        expected = network(text, text, clusters[[row]])
+    np.testing.assert_array_equal(vectors, expected.numpy())
+
+
+def fail_on_a_full_disk(*_: Any) -> None:
+    raise OSError(28, "no space left")
 
 
 @pytest.mark.parametrize("system", ["exchanges", "renames"])
 def test_a_bundle_changes_at_one_moment(
-    system: str, bundles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    system: str,
+    bundles: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if system == "renames":
         # Refused, as by a system without the call.
         monkeypatch.setattr("xmcray.storage.whole_files._RENAME_EXCHANGE", 1 << 20)
-    shutil.copytree(bundles("texts"), tmp_path / "b")
-    reader = Retriever.load(tmp_path / "b")
+    bundle = tmp_path / "b"
+    shutil.copytree(bundles("texts"), bundle)
+    reader = Retriever.load(bundle)
     answers = reader.search(TEXTS[:5], 3)
-    sha256 = reader.sha256
-    monkeypatch.setattr(np, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "no space left")))
+
+    # Changes that fail leave the bundle as it is.
+    monkeypatch.setattr(np, "save", fail_on_a_full_disk)
     with pytest.raises(StorageError, match="disk is full"):
-        add_labels(tmp_path / "b", NEW)
+        add_labels(bundle, NEW)
     monkeypatch.undo()
-    with (
-        exclusive(tmp_path / "b"),
-        pytest.raises(StorageError, match="is being changed by another process"),
-    ):
-        remove_labels(tmp_path / "b", ["u1"])
-    assert open_artifact(tmp_path / "b", "bundle")[1].sha256 == sha256
+    in_use = pytest.raises(StorageError, match="is being changed by another process")
+    with exclusive(bundle), in_use:
+        remove_labels(bundle, ["u1"])
+    _, manifest = open_artifact(bundle, "bundle")
+    assert manifest.sha256 == reader.sha256
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
-    remove_labels(tmp_path / "b", [reader.search(TEXTS[:1], 1)[0][0].uid])
+
+    ((best,),) = reader.search(TEXTS[:1], 1)
+    remove_labels(bundle, [best.uid])
     assert reader.search(TEXTS[:5], 3) == answers, "a reader goes on with what it opened"
-    assert Retriever.load(tmp_path / "b").search(TEXTS[:5], 3) != answers
+    assert Retriever.load(bundle).search(TEXTS[:5], 3) != answers
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
@@ -239,42 +329,60 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_labels_are_one_line(name: str, bundles: Any, tmp_path: Path, shell: Shell) -> None:
-    line, message = BAD[name]
-    (tmp_path / "new.jsonl").write_text(json.dumps({"uid": "new0", "text": "sort"}) + "\n" + line)
-    command = f"labels add {bundles('texts')} {tmp_path}/new.jsonl --out {tmp_path}/b"
+def test_bad_labels_are_one_line(
+    name: str,
+    bundles: Any,
+    tmp_path: Path,
+    shell: Shell,
+) -> None:
+    bad_line, message = BAD[name]
+    good_line = json.dumps({"uid": "new0", "text": "sort"})
+    file = tmp_path / "new.jsonl"
+    file.write_text(f"{good_line}\n{bad_line}")
+
+    command = f"labels add {bundles('texts')} {file} --out {tmp_path}/b"
+
     assert message in shell.error(command)
     assert [path.name for path in tmp_path.iterdir()] == ["new.jsonl"]
 
 
-def test_other_mistakes_are_one_line(bundles: Any, tmp_path: Path, shell: Shell) -> None:
+def test_other_mistakes_are_one_line(
+    bundles: Any,
+    tmp_path: Path,
+    shell: Shell,
+) -> None:
     bundle = bundles("texts")
     memory = bundles("memory")
-    remove_labels(memory, ["label1"], tmp_path / "less")
+    less = tmp_path / "less"
+    remove_labels(memory, ["label1"], less)
     all_uids = " ".join(f"u{number}" for number in range(len(TEXTS)))
-    for command, message in (
-        (f"labels remove {bundle} u1 nobody", "label 'nobody' is not in"),
-        (f"labels remove {bundle} {all_uids}", "these are all 560 labels"),
-        (f"labels add {bundle} {tmp_path}/none.jsonl", "none.jsonl is no file"),
-        (f"labels remove {bundle} u1 --out {bundle}", "exists and is not empty"),
-        ("labels remove memory://b u1", "is a URL"),
-        (f"labels remove {tmp_path}/none u1", "does not exist; expected a bundle"),
-        (f"labels drop {bundle} u1", "invalid choice: 'drop'"),
-        (
-            f"evaluate {tmp_path}/less --data {memory.parent}/corpus",
-            "joined or were removed since the bundle was exported",
+    message_of = {
+        f"labels remove {bundle} u1 nobody": "label 'nobody' is not in",
+        f"labels remove {bundle} {all_uids}": "these are all 560 labels",
+        f"labels add {bundle} {tmp_path}/none.jsonl": "none.jsonl is no file",
+        f"labels remove {bundle} u1 --out {bundle}": "exists and is not empty",
+        "labels remove memory://b u1": "is a URL",
+        f"labels remove {tmp_path}/none u1": "does not exist; expected a bundle",
+        f"labels drop {bundle} u1": "invalid choice: 'drop'",
+        f"evaluate {less} --data {memory.parent}/corpus": (
+            "joined or were removed since the bundle was exported"
         ),
-    ):
+    }
+
+    for command, message in message_of.items():
         assert message in shell.error(command)
-    shutil.copytree(
-        bundle, tmp_path / "old", ignore=shutil.ignore_patterns("label_side", "manifest.json")
-    )
-    finish_manifest(tmp_path / "old", "bundle", {}, {})
+
+    # A bundle of an older release has no label side.
+    old = tmp_path / "old"
+    ignored = shutil.ignore_patterns("label_side", "manifest.json")
+    shutil.copytree(bundle, old, ignore=ignored)
+    finish_manifest(old, "bundle", {}, {})
     with pytest.raises(BundleError, match=r"label side in .* cannot be read"):
-        add_labels(tmp_path / "old", NEW)
-    rows = write_texts_without(tmp_path / "empty")
+        add_labels(old, NEW)
+
+    without_texts = write_texts_without(tmp_path / "empty")
     with pytest.raises(DataError, match="no label of the bundle has a text"):
-        add_labels(rows, NEW)
+        add_labels(without_texts, NEW)
 
 
 def write_texts_without(path: Path) -> Path:
@@ -282,7 +390,10 @@ def write_texts_without(path: Path) -> Path:
     tokenizer = train_wordpiece(iter(TEXTS), vocab_size=400, max_len=16)
     encoder = build_encoder(EncoderConfig(dim=DIM), tokenizer, None, seed=0).eval()
     model = BundleModel(
-        encoder=encoder, head=Head(DIM), tokenizer=tokenizer, label_side=LabelSide(DIM)
+        encoder=encoder,
+        head=Head(DIM),
+        tokenizer=tokenizer,
+        label_side=LabelSide(DIM),
     )
     labels = BundleLabels(
         uids=map(str, range(DIM)),
@@ -290,75 +401,129 @@ def write_texts_without(path: Path) -> Path:
         order=np.arange(DIM),
         vectors=[np.eye(DIM, dtype=np.float32)],
     )
-    write_bundle(path, model, labels, ShardBuild(spec=IndexSpec()), {})
+    write_bundle(
+        path,
+        model,
+        labels,
+        ShardBuild(spec=IndexSpec()),
+        {},
+    )
     return path
 
 
-def test_the_command(bundles: Any, tmp_path: Path, shell: Shell) -> None:
-    (tmp_path / "new.jsonl").write_text(
-        json.dumps({"uid": "n", "title": "sort sort", "content": "norm norm"})
-    )
+def test_the_command(
+    bundles: Any,
+    tmp_path: Path,
+    shell: Shell,
+) -> None:
+    new = {
+        "uid": "n",
+        "title": "sort sort",
+        "content": "norm norm",
+    }
+    file = tmp_path / "new.jsonl"
+    file.write_text(json.dumps(new))
     bundle = tmp_path / "b"
-    rows = bundles("rows")
-    printed = shell.run(f"labels add {rows} {tmp_path}/new.jsonl --out {bundle}")
+
+    def best_answer() -> dict[str, Any]:
+        printed = shell.run(f"search {bundle} 'sort sort norm norm' -k 1 --json")
+        (answer,) = json.loads(printed)[0]["answers"]
+        return answer
+
+    printed = shell.run(f"labels add {bundles('rows')} {file} --out {bundle}")
     assert "has 561 labels" in printed
-    search = f"search {bundle} 'sort sort norm norm' -k 1 --json"
-    (answer,) = json.loads(shell.run(search))[0]["answers"]
-    assert (answer["uid"], answer["label_id"]) == ("n", 560)
+    best = best_answer()
+    assert best["uid"] == "n"
+    assert best["label_id"] == 560
+
     shell.run(f"labels remove {bundle} n")
-    assert json.loads(shell.run(search))[0]["answers"][0]["uid"] != "n"
+    assert best_answer()["uid"] != "n"
 
 
 @pytest.mark.parametrize("kind", ["texts", "rowsIVF", "memory", "fused"])
 def test_parts_of_the_shards_find_together_what_one_search_finds(
-    kind: str, bundles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    bundles: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "ROOM", 2)
+    bundle = tmp_path / "b"
     new = PLANTED if kind in ("memory", "fused") else NEW
-    add_labels(bundles(kind), new[:2], tmp_path / "b")
+    add_labels(bundles(kind), new[:2], bundle)
     for start in (2, 4, 6):
-        add_labels(tmp_path / "b", new[start : start + 2])
-    retriever = Retriever.load(tmp_path / "b", threads=1)
+        add_labels(bundle, new[start : start + 2])
+    retriever = load(bundle)
     assert len(retriever.settings.shards) == 5
     texts = texts_of_queries(NEW)
     query_BD = retriever.encode(texts)
-    wanted = retriever.name_answers(retriever.find_neighbours(query_BD, K), K, texts=texts)
+
+    whole = retriever.find_neighbours(query_BD, K)
+    expected = retriever.name_answers(whole, K, texts=texts)
+
     for count in (2, 3, 9):
         parts = []
-        for i in range(count):
-            subset = ShardSubset(i, count)
-            parts.append(retriever.find_neighbours(query_BD, K, scope=SearchScope(subset=subset)))
+        for number in range(count):
+            scope = SearchScope(subset=ShardSubset(number, count))
+            part = retriever.find_neighbours(query_BD, K, scope=scope)
+            parts.append(part)
         merged = Neighbours.merged(parts)
-        assert retriever.name_answers(merged, K, texts=texts) == wanted
+        assert retriever.name_answers(merged, K, texts=texts) == expected
 
 
 def test_shards_searched_in_parallel_answer_alike(
-    bundles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundles: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     add_labels(bundles("rowsIVF"), NEW, tmp_path / "b")
-    retriever = Retriever.load(tmp_path / "b", threads=1)
-    wanted = retriever.search(TEXTS[:1], K)
+    retriever = load(tmp_path / "b")
+    expected = retriever.search(TEXTS[:1], K)
+
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert retriever.search(TEXTS[:1], K) == wanted
-    assert any(thread.name.startswith("xmcray-shards") for thread in threading.enumerate())
+    in_parallel = retriever.search(TEXTS[:1], K)
+
+    assert in_parallel == expected
+    names = [thread.name for thread in threading.enumerate()]
+    assert any(name.startswith("xmcray-shards") for name in names)
+
+
+def num_shared(ids: Any, other_ids: Any) -> int:
+    return len(np.intersect1d(ids, other_ids))
 
 
 @pytest.mark.parametrize("kind", ["texts", "rowsIVF", "memory"])
 @pytest.mark.parametrize("share", [0.5, 0.05, 0.0])
-def test_only_allowed_labels_are_answered(kind: str, share: float, bundles: Any) -> None:
-    retriever = Retriever.load(bundles(kind), threads=1)
-    allowed = np.random.default_rng(3).random(retriever.num_labels) < share
-    query_BD, k = queries_of(retriever, NEW), 10
-    found = retriever.restricted(allowed).top_labels(query_BD, k)
-    assert allowed[found.ids[found.ids >= 0]].all()
-    assert ((found.ids >= 0).sum(axis=1) == min(k, allowed.sum())).all()
-    # the best of all labels, without those that are not allowed
-    everything = retriever.top_labels(query_BD, retriever.num_labels, exact=True)
-    wanted = [ids[allowed[ids]][:k] for ids in everything.ids]
-    hits = [len(np.intersect1d(a, b)) for a, b in zip(found.ids, wanted, strict=True)]
-    plain = retriever.top_labels(query_BD, k).ids
-    recall = np.mean(
-        [len(np.intersect1d(a, b[:k])) / k for a, b in zip(plain, everything.ids, strict=True)]
-    )
-    assert sum(hits) >= 0.9 * recall * sum(map(len, wanted))
+def test_only_allowed_labels_are_answered(
+    kind: str,
+    share: float,
+    bundles: Any,
+) -> None:
+    k = 10
+    retriever = load(bundles(kind))
+    rng = np.random.default_rng(3)
+    is_allowed = rng.random(retriever.num_labels) < share
+    query_BD = queries_of(retriever, NEW)
+
+    top = retriever.restricted(is_allowed).top_labels(query_BD, k)
+
+    is_label = top.ids >= 0
+    assert is_allowed[top.ids[is_label]].all()
+    num_expected = min(k, is_allowed.sum())
+    assert (is_label.sum(axis=1) == num_expected).all()
+
+    # Compared with an exact ranking of all labels, a restricted search finds nearly as large a
+    # share of its answers as one without a restriction.
+    ranking = retriever.top_labels(query_BD, retriever.num_labels, exact=True)
+    unrestricted = retriever.top_labels(query_BD, k)
+    num_hits = 0
+    num_wanted = 0
+    recalls = []
+    for query, ids in enumerate(ranking.ids):
+        wanted = ids[is_allowed[ids]][:k]
+        num_wanted += len(wanted)
+        num_hits += num_shared(top.ids[query], wanted)
+        recalls.append(num_shared(unrestricted.ids[query], ids[:k]) / k)
+    recall = np.mean(recalls)
+    assert num_hits >= 0.9 * recall * num_wanted
     assert recall == 1 or kind == "rowsIVF"
