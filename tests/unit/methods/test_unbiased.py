@@ -1,70 +1,137 @@
-"""The sampled loss and its gradients are unbiased estimates of the exact ones (ASTRA, Lemma 4.1)."""
+"""The sampled loss and its gradients are unbiased estimates of the exact ones.
+
+Source: ASTRA, Lemma 4.1.
+"""
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from xmcray import draws
 from xmcray.losses.bce import full_bce, sampled_bce
 from xmcray.losses.pairs import Pairs, pair_scores
-from xmcray.negatives.sampler import gather_candidates
+from xmcray.negatives.sampler import Candidates, gather_candidates
 from xmcray.parallel.partition import LabelPartition
 from xmcray.types import Batch, Ragged
 
-POOLS, QUERIES, LABELS, POOL, DIM = 5000, 4, 60, 12, 3
+NUM_POOLS = 5000
+NUM_QUERIES = 4
+NUM_LABELS = 60
+POOL_SIZE = 12
+DIM = 3
+
+
+def batch_of(
+    step: int,
+    positives: Ragged,
+    excluded: Ragged | None = None,
+) -> Batch:
+    num_queries = len(positives)
+    if excluded is None:
+        excluded = Ragged.empty(num_queries)
+    return Batch(
+        epoch=0,
+        step=step,
+        query_ids=np.arange(num_queries),
+        start=0,
+        stop=num_queries,
+        tokens=Ragged.empty(num_queries),
+        positives=positives,
+        excluded=excluded,
+    )
+
+
+def exact_loss(
+    query_GD: Tensor,
+    row_LD: Tensor,
+    positives: Ragged,
+) -> Tensor:
+    nothing = torch.empty(0, dtype=torch.int64)
+    positive_pairs = Pairs(
+        torch.from_numpy(positives.row_ids),
+        torch.from_numpy(positives.values),
+    )
+    return full_bce(query_GD, row_LD, positive_pairs, Pairs(nothing, nothing))
+
+
+def sampled_loss(
+    query_GD: Tensor,
+    row_LD: Tensor,
+    candidates: Candidates,
+) -> Tensor:
+    row_UD = row_LD.index_select(0, candidates.row_ids)
+    pool_CD = row_UD.index_select(0, candidates.pool_rows)
+    return sampled_bce(
+        pair_scores(query_GD, row_UD, candidates.pair_query, candidates.pair_row),
+        candidates.pair_is_positive,
+        pair_weight_P=None,
+        pool_score_GC=query_GD @ pool_CD.T,
+        skip_rows=candidates.skip_query,
+        skip_columns=candidates.skip_column,
+        pool_weight=NUM_LABELS / POOL_SIZE,
+    )
+
+
+def value_and_gradient(
+    loss: Tensor,
+    query_GD: Tensor,
+    row_LD: Tensor,
+) -> tuple[float, np.ndarray]:
+    """The loss, and the gradients of all queries and labels as one vector."""
+    query_grad, row_grad = torch.autograd.grad(loss, [query_GD, row_LD])
+    gradient = torch.cat([query_grad.ravel(), row_grad.ravel()])
+    return float(loss.detach()), gradient.numpy()
 
 
 def test_loss_and_gradients_over_5000_pools() -> None:
     torch.manual_seed(1)
-    query_GD = torch.randn(QUERIES, DIM, dtype=torch.float64, requires_grad=True)
-    row_LD = torch.randn(LABELS, DIM, dtype=torch.float64, requires_grad=True)
+    query_GD = torch.randn(NUM_QUERIES, DIM, dtype=torch.float64, requires_grad=True)
+    row_LD = torch.randn(NUM_LABELS, DIM, dtype=torch.float64, requires_grad=True)
     positives = Ragged.from_rows([[0, 7], [3], [], [9, 20, 41]])
     hard = Ragged.from_rows([[5, 6], [8], [9, 1], []])
-    none = torch.empty(0, dtype=torch.int64)
-    rows, labels = torch.from_numpy(positives.row_ids), torch.from_numpy(positives.values)
-    full_bce(query_GD, row_LD, Pairs(rows, labels), Pairs(none, none)).backward()
-    exact = np.concatenate([query_GD.grad.numpy().ravel(), row_LD.grad.numpy().ravel()])
-    with torch.no_grad():
-        exact_loss = float(full_bce(query_GD, row_LD, Pairs(rows, labels), Pairs(none, none)))
+    part = LabelPartition(NUM_LABELS, 1, 0)
+    loss = exact_loss(query_GD, row_LD, positives)
+    exact, exact_gradient = value_and_gradient(loss, query_GD, row_LD)
 
-    part = LabelPartition(LABELS, 1, 0)
-    losses, gradients = np.empty(POOLS), np.empty((POOLS, exact.size))
-    for step in range(POOLS):
-        batch = Batch(
-            0,
-            step,
-            np.arange(QUERIES),
-            0,
-            QUERIES,
-            Ragged.empty(QUERIES),
+    losses = np.empty(NUM_POOLS)
+    gradients = np.empty((NUM_POOLS, exact_gradient.size))
+    for step in range(NUM_POOLS):
+        batch = batch_of(step, positives)
+        pool = draws.uniform_labels(0, step, NUM_LABELS, POOL_SIZE)
+        candidates = gather_candidates(
+            batch,
+            hard,
+            pool,
             positives,
-            Ragged.empty(QUERIES),
-        )
-        pool = draws.uniform_labels(0, step, LABELS, POOL)
-        found = gather_candidates(batch, hard, pool, positives, None, part)
-        query_GD.grad = row_LD.grad = None
-        row_UD = row_LD.index_select(0, found.row_ids)
-        loss = sampled_bce(
-            pair_scores(query_GD, row_UD, found.pair_query, found.pair_row),
-            found.pair_is_positive,
             None,
-            query_GD @ row_UD.index_select(0, found.pool_rows).T,
-            found.skip_query,
-            found.skip_column,
-            LABELS / POOL,
+            part,
         )
-        loss.backward()
-        losses[step] = float(loss.detach())
-        gradients[step] = np.concatenate(
-            [query_GD.grad.numpy().ravel(), row_LD.grad.numpy().ravel()]
-        )
-    assert abs((losses.mean() - exact_loss) / (losses.std() / POOLS**0.5)) <= 3
-    z = (gradients.mean(axis=0) - exact) / (gradients.std(axis=0) / POOLS**0.5)
+        loss = sampled_loss(query_GD, row_LD, candidates)
+        losses[step], gradients[step] = value_and_gradient(loss, query_GD, row_LD)
+
+    # How many standard errors the means are from the exact values.
+    standard_error = losses.std() / NUM_POOLS**0.5
+    assert abs(losses.mean() - exact) / standard_error <= 3
+    standard_errors = gradients.std(axis=0) / NUM_POOLS**0.5
+    z = (gradients.mean(axis=0) - exact_gradient) / standard_errors
     assert np.abs(z).max() <= 4.5
     assert 0.7 <= (z**2).mean() <= 1.3
 
 
 def test_a_positive_is_never_a_negative_of_the_pool() -> None:
-    positives, hard = Ragged.from_rows([[0, 2]]), Ragged.from_rows([[1]])
-    batch = Batch(0, 0, np.arange(1), 0, 1, Ragged.empty(1), positives, Ragged.from_rows([[3]]))
-    found = gather_candidates(batch, hard, np.arange(5), positives, None, LabelPartition(5, 1, 0))
-    assert sorted(found.row_ids[found.pool_rows][found.skip_column].tolist()) == [0, 1, 2, 3]
+    positives = Ragged.from_rows([[0, 2]])
+    hard = Ragged.from_rows([[1]])
+    excluded = Ragged.from_rows([[3]])
+
+    candidates = gather_candidates(
+        batch_of(0, positives, excluded),
+        hard,
+        np.arange(5),
+        positives,
+        None,
+        LabelPartition(5, 1, 0),
+    )
+
+    pool_labels = candidates.row_ids[candidates.pool_rows]
+    skipped = pool_labels[candidates.skip_column]
+    assert sorted(skipped.tolist()) == [0, 1, 2, 3]
