@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_array_equal
 
 from xmcray.retrieval import index_spec, inverted_lists
 from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.retrieval.exact import empty_keys, exact_keys, exact_search
 from xmcray.retrieval.index_building import index_of_lists
 from xmcray.retrieval.index_spec import IndexSpec, num_lists
-from xmcray.retrieval.inverted_lists import Limits
+from xmcray.retrieval.inverted_lists import InvertedLists, Limits
 from xmcray.retrieval.kmeans import build_lists
 from xmcray.retrieval.list_scan import scan_lists
 from xmcray.types import Ragged
@@ -17,23 +18,29 @@ from xmcray.types import Ragged
 CPU = torch.device("cpu")
 LIMITS = {
     "as always": inverted_lists.CPU,
-    "tight": Limits(queries=7, visits=40, scores=600, hits=50, keys=64),
+    "tight": Limits(
+        queries=7,
+        visits=40,
+        scores=600,
+        hits=50,
+        keys=64,
+    ),
 }
 
 
 @pytest.fixture(params=LIMITS)
-def limits(request, monkeypatch):
+def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How much is computed at once must not matter."""
     monkeypatch.setattr(inverted_lists, "CPU", LIMITS[request.param])
 
 
 @pytest.fixture
-def many(monkeypatch):
+def many(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few thousand rows are many."""
     monkeypatch.setattr(index_spec, "FLAT_ROWS", 1000)
 
 
-def around_centres(num_rows, num_queries):
+def around_centres(num_rows: int, num_queries: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows around 100 centres and of about one length, a few long ones, and queries near rows."""
     rng = np.random.default_rng(0)
     centres = rng.standard_normal((100, 16), np.float32)
@@ -45,10 +52,38 @@ def around_centres(num_rows, num_queries):
     return rows, queries
 
 
+def assert_all_lists_are_exact(
+    rows: np.ndarray,
+    queries: np.ndarray,
+    k: int,
+    lists: InvertedLists,
+    answerable: AnswerableRows,
+    num_visited: int,
+) -> None:
+    """A scan of all lists has the keys of an exact search, to the last bit."""
+    keys = scan_lists(
+        lists,
+        queries,
+        k,
+        num_visited,
+        answerable,
+    )
+
+    expected = exact_keys(
+        torch.from_numpy(rows),
+        queries,
+        empty_keys(len(queries), k),
+        answerable,
+    )
+    assert torch.equal(keys, expected)
+
+
 @pytest.mark.usefixtures("limits")
 @pytest.mark.parametrize("with_hidden_rows", [False, True])
 @pytest.mark.parametrize("k", [1, 20, 400])
-def test_all_lists_have_the_answers_of_an_exact_search_to_the_last_bit(k, with_hidden_rows):
+def test_all_lists_have_the_answers_of_an_exact_search_to_the_last_bit(
+    k: int, with_hidden_rows: bool
+) -> None:
     rng = np.random.default_rng(k)
     # Products of small integers are exact in float32, and full of ties.
     rows = rng.integers(-2, 3, (900, 6)).astype(np.float32)
@@ -58,68 +93,108 @@ def test_all_lists_have_the_answers_of_an_exact_search_to_the_last_bit(k, with_h
     hidden = None
     if with_hidden_rows:
         hidden = Ragged.from_rows([rng.choice(900, 30, replace=False) for _ in queries])
-    answerable = AnswerableRows.of(900, 23, ids, hidden)
     long_ids = np.arange(5, 900, 9)
+
     lists = build_lists(torch.from_numpy(rows), long_ids, 12, seed=0)
-    found = scan_lists(lists, queries, k, 12, answerable)
-    wanted = exact_keys(torch.from_numpy(rows), queries, empty_keys(23, k), answerable)
-    assert torch.equal(found, wanted)
+
+    answerable = AnswerableRows.of(900, 23, ids, hidden)
+    assert_all_lists_are_exact(
+        rows,
+        queries,
+        k,
+        lists,
+        answerable,
+        num_visited=12,
+    )
 
 
 @pytest.mark.usefixtures("limits")
-def test_scores_that_are_no_numbers_are_no_answers():
+def test_scores_that_are_no_numbers_are_no_answers() -> None:
     rows = np.ones((100, 4), np.float32)
     rows[3] = np.nan
     rows[7] = -np.inf
-    lists = build_lists(torch.from_numpy(rows), np.empty(0, np.int64), 1, seed=0)
     queries = np.ones((2, 4), np.float32)
+    no_long_ids = np.empty(0, np.int64)
+
+    lists = build_lists(torch.from_numpy(rows), no_long_ids, 1, seed=0)
+
     answerable = AnswerableRows.of(100, 2, None, None)
-    found = scan_lists(lists, queries, 100, 1, answerable)
-    wanted = exact_keys(torch.from_numpy(rows), queries, empty_keys(2, 100), answerable)
-    assert torch.equal(found, wanted)
+    assert_all_lists_are_exact(
+        rows,
+        queries,
+        100,
+        lists,
+        answerable,
+        num_visited=1,
+    )
 
 
-def test_every_row_is_in_one_list_the_nearest_one():
+def test_every_row_is_in_one_list_the_nearest_one() -> None:
     rows, _ = around_centres(3000, 1)
     long_ids = np.arange(0, 3000, 200)
+
     lists = build_lists(torch.from_numpy(rows), long_ids, 64, seed=0)
-    positions = []
-    for start, size in zip(lists.offset_A.tolist(), lists.size_A.tolist(), strict=True):
-        positions.append(lists.row_ids[start : start + size].numpy())
-    assert np.sort(np.concatenate(positions)).tolist() == list(range(3000))
-    assert np.sort(np.concatenate(positions[64:])).tolist() == long_ids.tolist()
-    centroids = lists.centroid_CD.numpy()
-    for number, members in enumerate(positions[:64]):
-        assert (np.argmax(rows[members] @ centroids.T, axis=1) == number).all()
+
+    members_of = []
+    for start, size in zip(lists.offset_A, lists.size_A, strict=True):
+        members = lists.row_ids[start : start + size]
+        members_of.append(members.numpy())
+    all_members = np.concatenate(members_of)
+    assert np.sort(all_members).tolist() == list(range(3000))
+    # The lists after the first 64 hold the long rows.
+    long_members = np.concatenate(members_of[64:])
+    assert np.sort(long_members).tolist() == long_ids.tolist()
+
+    centroid_CD = lists.centroid_CD.numpy()
+    for number, members in enumerate(members_of[:64]):
+        product_MC = rows[members] @ centroid_CD.T
+        assert (product_MC.argmax(axis=1) == number).all()
 
 
 @pytest.mark.usefixtures("many")
-def test_few_lists_of_rows_around_centres_have_the_wanted_recall():
+def test_few_lists_of_rows_around_centres_have_the_wanted_recall() -> None:
     rows, queries = around_centres(12_000, 600)
-    index = index_of_lists(rows, IndexSpec(), CPU, queries[:256])
+    sample = queries[:256]
+    others = queries[256:]
+
+    index = index_of_lists(rows, IndexSpec(), CPU, sample)
+
     assert 0 < index.nprobe <= num_lists("auto", 12_000) / 10
-    found = index.search(queries[256:], 50)
-    wanted = exact_search(rows, queries[256:], 50)
-    hits = [len(np.intersect1d(*pair)) for pair in zip(found.ids, wanted.ids, strict=True)]
-    assert np.mean(hits) / 50 >= 0.94
-    again = index_of_lists(rows, IndexSpec(), CPU, queries[:256])
+    top = index.search(others, 50)
+    expected = exact_search(rows, others, 50)
+    num_hits = 0
+    for ids, expected_ids in zip(top.ids, expected.ids, strict=True):
+        num_hits += len(np.intersect1d(ids, expected_ids))
+    assert num_hits / expected.ids.size >= 0.94
+
+    again = index_of_lists(rows, IndexSpec(), CPU, sample)
     assert again.nprobe == index.nprobe
-    np.testing.assert_array_equal(again.search(queries, 50).ids, index.search(queries, 50).ids)
+    assert_array_equal(
+        again.search(queries, 50).ids,
+        index.search(queries, 50).ids,
+    )
 
 
 @pytest.mark.usefixtures("many")
-def test_rows_that_no_list_tells_apart_are_all_compared():
+def test_rows_that_no_list_tells_apart_are_all_compared() -> None:
     """In 256 dimensions, the nearest of random rows lie in more than half of the lists."""
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((6000, 256), np.float32)
     queries = rng.standard_normal((64, 256), np.float32)
+
     index = index_of_lists(rows, IndexSpec(recall=0.99), CPU, queries)
+
     assert index.is_exact
-    np.testing.assert_array_equal(index.search(queries, 5).ids, exact_search(rows, queries, 5).ids)
+    top = index.search(queries, 5)
+    expected = exact_search(rows, queries, 5)
+    assert_array_equal(top.ids, expected.ids)
 
 
 @pytest.mark.usefixtures("many")
-def test_more_answers_than_the_visited_lists_hold_are_found():
+def test_more_answers_than_the_visited_lists_hold_are_found() -> None:
     rows, queries = around_centres(12_000, 10)
     index = index_of_lists(rows, IndexSpec(nprobe=1), CPU, queries)
-    assert (index.search(queries, 3000).ids >= 0).all()
+
+    top = index.search(queries, 3000)
+
+    assert (top.ids >= 0).all()
