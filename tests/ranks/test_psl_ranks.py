@@ -32,7 +32,11 @@ def pairs_of(mask: Mask) -> Pairs:
     )
 
 
-def picked_of(positive: Mask, skipped: Mask, part: LabelPartition) -> Picked:
+def picked_of(
+    positive: Mask,
+    skipped: Mask,
+    part: LabelPartition,
+) -> Picked:
     """One rank's share of two masks [queries, labels]."""
     own_columns = slice(part.start, part.stop)
     num_positives = positive.sum(axis=1)
@@ -64,7 +68,11 @@ def share_of_rank(num_queries: int) -> slice:
     return slice(start, stop)
 
 
-def loss_and_gradients(total: Tensor, query: Tensor, column: Tensor) -> tuple[float, Any, Any]:
+def loss_and_gradients(
+    total: Tensor,
+    query: Tensor,
+    column: Tensor,
+) -> tuple[float, Any, Any]:
     total.backward()
     assert query.grad is not None
     assert column.grad is not None
@@ -153,13 +161,19 @@ def test_two_queries_by_hand() -> None:
     picked = picked_of(positive, skipped, LabelPartition(2, 1, 0))
 
     for balance in (0.0, 0.5, 1.0):
-        over_anchors = pick_some_labels(query_GD, column_UD, picked, 1.0, balance)
+        over_anchors = pick_some_labels(
+            query_GD,
+            column_UD,
+            picked,
+            scale=1.0,
+            balance=balance,
+        )
         over_queries = pick_some_labels(
             query_GD,
             column_UD,
             picked,
-            1.0,
-            balance,
+            scale=1.0,
+            balance=balance,
             reduction="sum_per_query",
         )
 
@@ -293,6 +307,6 @@ def test_gradients() -> None:
     picked = picked_of(kind == 1, kind == 2, LabelPartition(6, 1, 0))
 
     def loss(query_GD: Tensor, column_UD: Tensor) -> Tensor:
-        return pick_some_labels(query_GD, column_UD, picked, 2.0, 0.4)
+        return pick_some_labels(query_GD, column_UD, picked, scale=2.0, balance=0.4)
 
     assert torch.autograd.gradcheck(loss, (query_GD, column_UD))

@@ -19,7 +19,11 @@ from xmcray.parallel.partition import LabelPartition, share
 from xmcray.types import Batch, Ragged
 
 
-def batch_of(positives: Ragged, rank: int = 0, num_ranks: int = 1) -> Batch:
+def batch_of(
+    positives: Ragged,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> Batch:
     """A batch without texts in which no label is excluded."""
     num_queries = len(positives)
     start, stop = share(num_queries, rank, num_ranks)
@@ -64,7 +68,16 @@ def on_rank() -> tuple[float, Any, Any]:
     label_UD = torch.tensor(own_labels, requires_grad=True)
 
     scale = 1 / float(vector["tau"])
-    total = rae_loss(query_BD, label_UD, pairs, num_queries, scale) / num_queries
+    total = (
+        rae_loss(
+            query_BD,
+            label_UD,
+            pairs,
+            num_queries,
+            scale,
+        )
+        / num_queries
+    )
     total.backward()
 
     assert query_BD.grad is not None

@@ -7,6 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from xmcray.data.batches import BatchSampler, DataConfig, QueryClusters, TrainingData
 from xmcray.data.corpus import Corpus, Split
@@ -31,9 +32,10 @@ def test_held_out_queries_are_not_trained_on(corpus: Corpus) -> None:
     trained = data.query_ids[:]
     held_out = data.validation_rows
     assert not set(trained) & set(held_out)
+    together = np.union1d(trained, held_out)
     num_positives = corpus.split("train").num_positives()
     with_positive = np.flatnonzero(num_positives)
-    assert np.union1d(trained, held_out).tolist() == with_positive.tolist()
+    assert_array_equal(together, with_positive)
     # 20 of 101 rows, of which a few have no positive.
     assert 15 <= len(held_out) <= 20
 
@@ -50,8 +52,8 @@ def test_an_epoch_has_every_query_once_in_an_order_of_its_own(corpus: Corpus) ->
     second = ids_of_epoch(sampler, 1)
 
     every_query = data.query_ids[:]
-    np.testing.assert_array_equal(np.sort(first), every_query)
-    np.testing.assert_array_equal(np.sort(second), every_query)
+    assert_array_equal(np.sort(first), every_query)
+    assert_array_equal(np.sort(second), every_query)
     assert not np.array_equal(first, second)
     assert not np.array_equal(first[:16], other_seed.query_ids(0))
 
@@ -62,39 +64,41 @@ def test_clusters_follow_each_other_in_a_random_order(corpus: Corpus) -> None:
     num_queries = data.num_query_ids
     cluster_of_query = np.arange(num_queries, dtype=np.int32) % 16
     cluster_of_query[:7] = -1
+    clusters = QueryClusters(0, 16, cluster_of_query)
     # One batch of all queries.
     sampler = BatchSampler(data, num_queries, seed=0)
 
-    ids = sampler.query_ids(0, QueryClusters(0, 16, cluster_of_query))
+    ids = sampler.query_ids(0, clusters)
 
-    clusters = cluster_of_query[ids].tolist()
-    runs = [cluster for cluster, _ in itertools.groupby(clusters)]
+    # One number for each run of equal clusters.
+    order = cluster_of_query[ids].tolist()
+    runs = [cluster for cluster, _ in itertools.groupby(order)]
+    ascending = list(range(16))
     assert runs.pop() == -1, "queries in no cluster come last"
-    assert sorted(runs) == list(range(16)), "each cluster is one run"
-    assert runs != list(range(16))
+    assert sorted(runs) == ascending, "each cluster is one run"
+    assert runs != ascending
 
 
 def test_rows_and_label_texts_come_in_the_order_asked_for(corpus: Corpus) -> None:
     data = TrainingData(corpus, DataConfig(augment_with_labels=True))
     first_label = data.num_train
-    ids = np.array(
-        [
-            3,
-            first_label + 7,
-            40,
-            12,
-            first_label,
-            first_label + 2,
-            5,
-        ]
-    )
+    ids = [
+        3,
+        first_label + 7,
+        40,
+        12,
+        first_label,
+        first_label + 2,
+        5,
+    ]
 
     for read in (data.tokens, data.positives, data.excluded):
-        together = rows_of(read(ids))
+        together = read(np.array(ids))
 
-        for query_id, row in zip(ids, together, strict=True):
+        assert len(together) == len(ids)
+        for place, query_id in enumerate(ids):
             alone = read(np.array([query_id]))
-            assert rows_of(alone) == [row]
+            assert rows_of(alone) == [together[place].tolist()]
 
 
 def test_a_label_text_is_a_query_of_its_label(corpus: Corpus) -> None:
@@ -102,11 +106,15 @@ def test_a_label_text_is_a_query_of_its_label(corpus: Corpus) -> None:
 
     for label in (0, 5, 22):
         query_id = np.array([data.num_train + label])
+        tokens = data.tokens(query_id)
+        positives = data.positives(query_id)
+        excluded = data.excluded(query_id)
+
         source_id = corpus.label_order[[label]]
         label_tokens = corpus.label_tokens(source_id)
-        assert rows_of(data.tokens(query_id)) == rows_of(label_tokens)
-        assert rows_of(data.positives(query_id)) == [[label]]
-        assert rows_of(data.excluded(query_id)) == [[]]
+        assert rows_of(tokens) == rows_of(label_tokens)
+        assert rows_of(positives) == [[label]]
+        assert rows_of(excluded) == [[]]
 
 
 def test_labels_of_a_query_are_internal_and_ascending(corpus: Corpus) -> None:
@@ -117,17 +125,16 @@ def test_labels_of_a_query_are_internal_and_ascending(corpus: Corpus) -> None:
     filters = split.filters(rows)
     assert filters.lengths.any(), "without filter pairs the comparison would show little"
 
-    pairs = [
-        (data.positives(rows), positives),
-        (data.excluded(rows), filters),
-    ]
-
-    for internal, source in pairs:
+    def assert_internal(internal: Ragged, source: Ragged) -> None:
+        assert len(internal) == len(source)
         for row in rows:
             labels = internal[row].tolist()
             assert labels == sorted(labels)
             source_ids = corpus.label_order[labels]
             assert sorted(source_ids) == sorted(source[row])
+
+    assert_internal(data.positives(rows), positives)
+    assert_internal(data.excluded(rows), filters)
 
 
 def test_a_token_counts_once_for_each_text(
@@ -141,14 +148,14 @@ def test_a_token_counts_once_for_each_text(
     expected = np.zeros(vocab_size, np.int64)
     num_repeats = 0
     for query_id in data.query_ids[:]:
-        tokens = data.tokens(np.array([query_id])).values
+        tokens = data.tokens(np.array([query_id]))[0]
         distinct = np.unique(tokens)
         num_repeats += len(tokens) - len(distinct)
         expected[distinct] += 1
 
     assert num_repeats > 0, "no text repeats a token: the comparison would show little"
     counts = data.token_counts(vocab_size)
-    np.testing.assert_array_equal(counts, expected)
+    assert_array_equal(counts, expected)
 
 
 def test_filters_of_a_split_take_no_memory_for_rows_without_any(corpus: Corpus) -> None:
@@ -159,7 +166,10 @@ def test_filters_of_a_split_take_no_memory_for_rows_without_any(corpus: Corpus) 
     expected = corpus.split("train").filters(rows)
 
     huge = Split(corpus.path, "train", card)
-    filters = huge.filters(np.append(rows, num_rows - 1))
+    last_row = num_rows - 1
+    filters = huge.filters(np.append(rows, last_row))
 
-    assert filters.values.tolist() == expected.values.tolist()
-    assert filters.lengths.tolist() == [*expected.lengths, 0]
+    assert_array_equal(filters.values, expected.values)
+    # The last row has none.
+    assert_array_equal(filters.lengths[:-1], expected.lengths)
+    assert filters.lengths[-1] == 0

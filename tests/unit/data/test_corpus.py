@@ -49,7 +49,11 @@ class FakeSource:
 
 
 def queries(count: int) -> list[Row | None]:
-    return [Row(f"q{i}", f"text {i}", (i % 3, 5)) for i in range(count)]
+    rows: list[Row | None] = []
+    for number in range(count):
+        label_ids = (number % 3, 5)
+        rows.append(Row(f"q{number}", f"text {number}", label_ids))
+    return rows
 
 
 def chunks_of(
@@ -64,7 +68,12 @@ def chunks_of(
     return list(read_chunks(source, split, num_labels, shard_rows, skip=skip))
 
 
-def write_shard(folder: Path, shard: int, token_rows: list[Any], vocab_size: int = 100) -> None:
+def write_shard(
+    folder: Path,
+    shard: int,
+    token_rows: list[Any],
+    vocab_size: int = 100,
+) -> None:
     """One shard of token rows, whose texts do not matter."""
     texts = pa.table(
         {
@@ -75,6 +84,16 @@ def write_shard(folder: Path, shard: int, token_rows: list[Any], vocab_size: int
     files = pack(shard, texts, Ragged.from_rows(token_rows), vocab_size, None)
     for name, content in files.items():
         (folder / name).write_bytes(content)
+
+
+def rows_of_shards(
+    folder: Path,
+    num_rows: int,
+    shard_rows: int,
+    vocab_size: int = 100,
+) -> ShardedRows:
+    """The token rows that `write_shard` wrote."""
+    return ShardedRows(folder, "token", num_rows, shard_rows, limit=vocab_size)
 
 
 @pytest.mark.parametrize("vocab_size", [100, 70_000])
@@ -91,7 +110,7 @@ def test_sharded_rows_equal_the_rows_written(tmp_path: Path, vocab_size: int) ->
     every_row = np.arange(23)
     asked = rng.permutation(np.append(every_row, [4, 4, 22]))
 
-    reader = ShardedRows(tmp_path, "token", 23, 5, vocab_size)
+    reader = rows_of_shards(tmp_path, num_rows=23, shard_rows=5, vocab_size=vocab_size)
     tokens = reader.take(asked)
 
     assert tokens.values.dtype == np.int64
@@ -114,10 +133,12 @@ def test_another_number_of_rows_than_the_files_have_is_noticed(
     write_shard(tmp_path, 0, [[1]] * 5)
     write_shard(tmp_path, 1, [[1]] * 2)
 
-    ShardedRows(tmp_path, "token", 7, 5, 100).check_num_rows()
+    right = rows_of_shards(tmp_path, num_rows=7, shard_rows=5)
+    wrong = rows_of_shards(tmp_path, num_rows, shard_rows=5)
 
+    right.check_num_rows()
     with pytest.raises(DataError, match="prepare the corpus again"):
-        ShardedRows(tmp_path, "token", num_rows, 5, 100).check_num_rows()
+        wrong.check_num_rows()
 
 
 def test_a_mapped_shard_keeps_no_descriptor(tmp_path: Path) -> None:
@@ -126,7 +147,7 @@ def test_a_mapped_shard_keeps_no_descriptor(tmp_path: Path) -> None:
     descriptors = Path("/proc/self/fd")
     num_before = len(list(descriptors.iterdir()))
 
-    reader = ShardedRows(tmp_path, "token", 40, 1, 100)
+    reader = rows_of_shards(tmp_path, num_rows=40, shard_rows=1)
     tokens = reader.take(np.arange(40))
 
     assert tokens.values.tolist() == list(range(40))
@@ -138,7 +159,7 @@ def test_chunks_have_equal_sizes_and_carry_the_rejected() -> None:
     rows[2] = None
     rows[6] = None
 
-    first, second = chunks_of("train", rows, 6, 3)
+    first, second = chunks_of("train", rows, num_labels=6, shard_rows=3)
 
     assert first.rows["uid"].to_pylist() == ["q0", "q1", "q3"]
     assert second.rows["uid"].to_pylist() == ["q4", "q5"]
@@ -146,7 +167,7 @@ def test_chunks_have_equal_sizes_and_carry_the_rejected() -> None:
     assert [bad.line for bad in second.rejected] == [7]
 
     with pytest.raises(DataError, match="train:3: broken; repair"):
-        chunks_of("train", rows, 6, 3, skip=False)
+        chunks_of("train", rows, num_labels=6, shard_rows=3, skip=False)
 
 
 def test_rejected_labels_keep_their_place() -> None:
@@ -159,7 +180,7 @@ def test_rejected_labels_keep_their_place() -> None:
         None,
     ]
 
-    (chunk,) = chunks_of("labels", labels, 0, 9)
+    (chunk,) = chunks_of("labels", labels, num_labels=0, shard_rows=9)
 
     assert chunk.rows["text"].to_pylist() == ["", "a", "", "", "b", ""]
     assert len(chunk.rejected) == 4
@@ -183,12 +204,16 @@ def test_filter_pairs_leave_positives_and_relevance_together() -> None:
     )
     tokenizer = train_wordpiece(["one two three"] * 2)
 
-    (chunk,) = chunks_of("train", rows, 5, 9)
-    shard = pack_chunk(chunk, tokenizer, filter_pairs, 5, 9)
+    (chunk,) = chunks_of("train", rows, num_labels=5, shard_rows=9)
+    shard = pack_chunk(chunk, tokenizer, filter_pairs, num_labels=5, shard_rows=9)
 
     # Rows count without the rejected one. Label 2 is gone from the first two.
     assert shard.label_ids.tolist() == [0, 4, 1, 2]
-    assert shard.filters.tolist() == [[0, 2], [1, 2], [2, 0]]
+    assert shard.filters.tolist() == [
+        [0, 2],
+        [1, 2],
+        [2, 0],
+    ]
     assert +shard.odd == {"train: all positives filtered": 1}
     file = pa.BufferReader(shard.files["00000.parquet"])
     table = pa.parquet.read_table(file)

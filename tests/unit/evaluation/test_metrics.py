@@ -188,7 +188,11 @@ def test_foreign_label_ids_are_refused() -> None:
     num_queries=st.integers(1, 12),
     num_labels=st.integers(1, 30),
 )
-def test_bounds_and_order(seed: int, num_queries: int, num_labels: int) -> None:
+def test_bounds_and_order(
+    seed: int,
+    num_queries: int,
+    num_labels: int,
+) -> None:
     rng = np.random.default_rng(seed)
     relevant = rng.random((num_queries, num_labels)) < 0.3
     # Few different scores, so that there are ties.

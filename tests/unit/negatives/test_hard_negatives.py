@@ -48,8 +48,20 @@ def test_the_best_allowed_labels_of_two_queries() -> None:
     ]
     nothing = [Ragged.empty(2)]
 
-    allowed = best_allowed(candidates, scores, forbidden, num_labels=5, width=3)
-    everything = best_allowed(candidates, scores, nothing, num_labels=5, width=5)
+    allowed = best_allowed(
+        candidates,
+        scores,
+        forbidden,
+        num_labels=5,
+        width=3,
+    )
+    everything = best_allowed(
+        candidates,
+        scores,
+        nothing,
+        num_labels=5,
+        width=5,
+    )
 
     # Equal scores are decided by the lower label, and -1 is no label.
     assert allowed.tolist() == [
@@ -100,7 +112,13 @@ def test_a_version_has_the_best_labels_that_are_allowed(
 
     folder = Ledger(tmp_path).version(0)
     extra = positives.lengths + excluded.lengths
-    write_version(folder, ids, score_NL, label_LD, extra)
+    write_version(
+        folder,
+        ids,
+        score_NL,
+        label_LD,
+        extra,
+    )
     config = NegativesConfig(
         hard=HARD,
         start_epoch=2,

@@ -15,7 +15,11 @@ from xmcray.types import Batch, Ragged
 MANY = 4000
 
 
-def batch_of(positives: list[list[int]], excluded: list[list[int]], step: int = 0) -> Batch:
+def batch_of(
+    positives: list[list[int]],
+    excluded: list[list[int]],
+    step: int = 0,
+) -> Batch:
     """A batch without texts on one rank."""
     size = len(positives)
     return Batch(
@@ -118,7 +122,14 @@ def test_candidates_of_two_queries_on_two_ranks() -> None:
     negatives = []
     for rank in range(2):
         part = LabelPartition(8, 2, rank)
-        candidates = gather_candidates(batch, hard, pool, drawn, weights, part)
+        candidates = gather_candidates(
+            batch,
+            hard,
+            pool,
+            drawn,
+            weights,
+            part,
+        )
 
         rows = candidates.row_ids.tolist()
         assert rows == sorted(set(rows))

@@ -19,14 +19,22 @@ def seeded_randn(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator)
 
 
-def step_towards_zero(table: RowTable, ids: list[int], lr: float) -> None:
+def step_towards_zero(
+    table: RowTable,
+    ids: list[int],
+    lr: float,
+) -> None:
     """One update of these rows, by the gradient of their squares."""
     rows = table.rows(torch.tensor(ids))
     rows.square().sum().backward()
     table.update(lr)
 
 
-def dense_reference(weight: Tensor, grads: list[Tensor], config: RowOptimConfig) -> Tensor:
+def dense_reference(
+    weight: Tensor,
+    grads: list[Tensor],
+    config: RowOptimConfig,
+) -> Tensor:
     """The same rules written for a dense table, one line each."""
     lr = config.lr
     w = weight.clone()
@@ -53,7 +61,11 @@ def dense_reference(weight: Tensor, grads: list[Tensor], config: RowOptimConfig)
 @pytest.mark.parametrize("listed", [True, False])
 def test_all_rows_touched_is_the_dense_rule(kind: str, listed: bool) -> None:
     torch.manual_seed(0)
-    config = RowOptimConfig(kind=kind, lr=0.1, weight_decay=0.05)
+    config = RowOptimConfig(
+        kind=kind,
+        lr=0.1,
+        weight_decay=0.05,
+    )
     start = torch.randn(7, 3)
     grads = [torch.randn(7, 3) for _ in range(9)]
     table = RowTable(start.clone(), config)
@@ -121,7 +133,11 @@ def test_decay_of_skipped_steps_is_exact_with_a_changing_rate() -> None:
 
 
 def test_a_row_read_in_two_places_is_updated_once_with_the_sum() -> None:
-    config = RowOptimConfig(kind="sgd", lr=1.0, momentum=0.0)
+    config = RowOptimConfig(
+        kind="sgd",
+        lr=1.0,
+        momentum=0.0,
+    )
     table = RowTable(torch.ones(3, 2), config)
 
     rows = table.rows(torch.tensor([1]))
@@ -141,7 +157,11 @@ def test_a_row_read_in_two_places_is_updated_once_with_the_sum() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_restored_continues_with_the_same_bits(kind: str) -> None:
-    config = RowOptimConfig(kind=kind, lr=0.1, weight_decay=0.1)
+    config = RowOptimConfig(
+        kind=kind,
+        lr=0.1,
+        weight_decay=0.1,
+    )
 
     def train(table: RowTable, steps: range) -> None:
         for step in steps:
@@ -168,7 +188,11 @@ def test_state_restored_continues_with_the_same_bits(kind: str) -> None:
     assert torch.equal(whole.weight_SD, restored.weight_SD)
 
 
-def train_in_one_way(way: str, kind: Any, storage: Any) -> dict[str, Tensor]:
+def train_in_one_way(
+    way: str,
+    kind: Any,
+    storage: Any,
+) -> dict[str, Tensor]:
     """All tensors of a table of ten rows after three updates of every row.
 
     Args:
@@ -242,7 +266,11 @@ def test_entries_of_a_row_are_summed(weighted: bool) -> None:
 
 def test_bfloat16_rows_are_rounded_without_bias_and_alike_on_any_rank() -> None:
     start = seeded_randn(0, 64, 8).bfloat16().float()
-    config = RowOptimConfig(kind="sgd", momentum=0.0, storage="bfloat16")
+    config = RowOptimConfig(
+        kind="sgd",
+        momentum=0.0,
+        storage="bfloat16",
+    )
     whole = RowTable(start.clone(), config)
     last_rows = RowTable(start[40:].clone(), config, first_row=40)
     # A step is far below what bfloat16 holds alongside a weight of about 1.

@@ -112,11 +112,13 @@ def planted_answers(rng: np.random.Generator, num_queries: int) -> tuple[Sample,
     """
     shape = (num_queries, 5)
     tenth_Q1 = rng.normal(0, 2, (num_queries, 1))
+    gap_QK = rng.exponential(1.0, shape)
     # Best first.
-    gap_QK = -np.sort(-rng.exponential(1.0, shape), axis=1)
+    gap_QK = -np.sort(-gap_QK, axis=1)
     segment_QK = rng.integers(1, 5, shape)
     is_rare = segment_QK == 1
-    chance_QK = 1 / (1 + np.exp(2 - 1.5 * gap_QK + 0.7 * is_rare))
+    evidence_QK = 1.5 * gap_QK - 2 - 0.7 * is_rare
+    chance_QK = 1 / (1 + np.exp(-evidence_QK))
 
     score_QK = tenth_Q1 + gap_QK
     best_Q1 = score_QK[:, :1]
@@ -143,7 +145,8 @@ def test_curves_recover_planted_probabilities_of_each_segment() -> None:
     score_A1 = new.feature_AF[:, :1]
     best_A1 = new.feature_AF[:, 1:2]
     tenth_A1 = new.feature_AF[:, 2:]
-    nearest_A10 = np.concatenate([best_A1, np.repeat(tenth_A1, 9, axis=1)], axis=1)
+    nearest_A10 = np.repeat(tenth_A1, 10, axis=1)
+    nearest_A10[:, :1] = best_A1
     ids = new.label_A[:, None]
     top = calibration.with_probabilities(
         TopLabels(ids, score_A1.astype(np.float32)),
@@ -156,12 +159,14 @@ def test_curves_recover_planted_probabilities_of_each_segment() -> None:
     assert error.mean() < 0.03
     for segment in range(1, 5):
         is_member = new.label_A == segment
-        bias = probability_A[is_member].mean() - chance_A[is_member].mean()
-        assert abs(bias) < 0.02
+        mean = probability_A[is_member].mean()
+        planted_mean = chance_A[is_member].mean()
+        assert abs(mean - planted_mean) < 0.02
 
 
 def test_a_segment_without_answers_has_the_curve_of_rare_labels() -> None:
-    sample, _ = planted_answers(np.random.default_rng(1), 500)
+    rng = np.random.default_rng(1)
+    sample, _ = planted_answers(rng, 500)
     evidence = np.linspace(-4, 4, 33)
 
     curves = fit_curves(sample, sample.label_A, 500)
@@ -200,7 +205,8 @@ def test_probabilities_stay_when_labels_join_or_are_filtered_out(
 
     side = load_label_side(bundles["memory"] / "label_side")
     sides = [side] * len(retriever.members)
-    grown = with_labels(retriever, sides, [NewLabel("new", texts[0])])
+    new = NewLabel("new", texts[0])
+    grown = with_labels(retriever, sides, [new])
     after = probabilities(grown, texts, NUM_LABELS + 1)
     for answers, of_all in zip(after, before, strict=True):
         joined = answers.pop(NUM_LABELS)
@@ -247,8 +253,9 @@ def test_answers_of_other_settings_and_other_bundles_have_no_probability(
         memory.search(texts, 1, min_probability=1.5)
 
     # Parts that are added to a calibrated bundle change its scores.
-    write_parts([bundles["memory"]], corpus, tmp_path / "fused", PartsConfig(texts=1.0))
-    fused = Retriever.load(tmp_path / "fused", threads=1)
+    path = tmp_path / "fused"
+    write_parts([bundles["memory"]], corpus, path, PartsConfig(texts=1.0))
+    fused = Retriever.load(path, threads=1)
     ((answer,),) = fused.search(texts[:1], 1)
     assert answer.probability is None
     with pytest.raises(ConfigError, match="xmcray calibrate"):
@@ -320,14 +327,16 @@ def test_calibration_error_is_that_of_a_plain_loop() -> None:
     ids = np.tile(np.arange(12), (40, 1))
     # One query has few answers, and one has no positives.
     ids[5, 3:] = -1
-    positives = [np.flatnonzero(rng.random(12) < 0.4) for _ in range(40)]
-    positives[7] = positives[7][:0]
-    truth = Ragged.from_rows(positives)
-    top = TopLabels(ids, np.zeros(ids.shape, np.float32), probability_QK)
+    is_positive = rng.random((40, 12)) < 0.4
+    is_positive[7] = False
+    truth = Ragged.from_rows([np.flatnonzero(row) for row in is_positive])
+    no_scores = np.zeros(ids.shape, np.float32)
+    top = TopLabels(ids, no_scores, probability_QK)
 
     reliability = Reliability(12)
     for start, stop in [(0, 25), (25, 40)]:
-        reliability.update(top.slice(start, stop), truth.slice(start, stop))
+        part = top.slice(start, stop)
+        reliability.update(part, truth.slice(start, stop))
 
     result = reliability.result()
     assert result is not None
@@ -340,4 +349,5 @@ def test_calibration_error_is_that_of_a_plain_loop() -> None:
     has_positive = truth.lengths > 0
     is_counted = is_probable & is_label & has_positive[:, None]
     # Thresholds count the first ten answers.
-    assert rows[0.9]["answers"] == is_counted[:, :10].sum()
+    expected_answers = is_counted[:, :10].sum()
+    assert rows[0.9]["answers"] == expected_answers

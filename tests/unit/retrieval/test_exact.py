@@ -42,13 +42,21 @@ def assert_same_answers(top: TopLabels, expected: TopLabels) -> None:
     assert_array_equal(top.scores, expected.scores)
 
 
-def small_integers(rng: np.random.Generator, num_rows: int, dim: int) -> np.ndarray:
+def small_integers(
+    rng: np.random.Generator,
+    num_rows: int,
+    dim: int,
+) -> np.ndarray:
     """Products of small integers are exact in float32, and full of ties."""
     integers = rng.integers(-2, 3, (num_rows, dim))
     return integers.astype(np.float32)
 
 
-def hide_some_rows(rng: np.random.Generator, num_queries: int, num_rows: int) -> Ragged:
+def hide_some_rows(
+    rng: np.random.Generator,
+    num_queries: int,
+    num_rows: int,
+) -> Ragged:
     """Up to five rows that are hidden from each query, but never all of them."""
     hidden = []
     for _ in range(num_queries):
@@ -90,9 +98,21 @@ def test_answers_are_the_definition_whatever_the_blocks(
     ids = rng.permutation(rows)
     hidden = hide_some_rows(rng, num_queries, rows)
 
-    top = exact_search(vectors, queries, k, ids, hidden)
+    top = exact_search(
+        vectors,
+        queries,
+        k,
+        ids,
+        hidden,
+    )
 
-    expected = sort_all_rows(vectors, queries, k, ids, hidden)
+    expected = sort_all_rows(
+        vectors,
+        queries,
+        k,
+        ids,
+        hidden,
+    )
     assert_same_answers(top, expected)
 
 
@@ -103,8 +123,20 @@ def test_rows_without_an_id_are_no_answers_to_one_query() -> None:
     ids = np.append(np.arange(10, 17), -1)
     hidden = Ragged.from_rows([[6]])
 
-    three = exact_search(vectors, query, 3, ids, hidden)
-    nine = exact_search(vectors, query, 9, ids, hidden)
+    three = exact_search(
+        vectors,
+        query,
+        3,
+        ids,
+        hidden,
+    )
+    nine = exact_search(
+        vectors,
+        query,
+        9,
+        ids,
+        hidden,
+    )
 
     assert three.ids.tolist() == [[15, 14, 13]]
     assert nine.ids.tolist() == [[15, 14, 13, 12, 11, 10, -1, -1, -1]]

@@ -228,8 +228,8 @@ def test_a_score_is_the_weighted_sum_of_the_parts(
         expected = expected_scores.of(text)
         label_ids = [answer.label_id for answer in answers]
         assert sorted(label_ids) == list(range(NUM_LABELS))
-        for answer in answers:
-            assert answer.score == pytest.approx(expected[answer.label_id], abs=1e-5)
+        scores = [answer.score for answer in answers]
+        assert scores == pytest.approx(expected[label_ids], abs=1e-5)
         # By descending score, equal ones by ascending label.
         ranked = [(-answer.score, answer.label_id) for answer in answers]
         assert ranked == sorted(ranked)
@@ -479,7 +479,8 @@ def test_members_that_earn_their_place_are_one_bundle(
     assert len(fused.members) == len(choice.config.members)
 
     # Nothing outside the bundle is read, and files of other members are gone.
-    stored = {path.name for path in (tmp_path / "both" / "members").glob("*")}
+    folder = tmp_path / "both" / "members"
+    stored = {path.name for path in folder.glob("*")}
     others = choice.config.members[1:]
     assert stored == {member.name for member in others}
 
@@ -524,8 +525,9 @@ def test_runs_that_held_out_other_queries_are_refused(
     about = {"config": {"data": {"seed": 1, "validation": 0.01}}}
     finish_manifest(other, KIND, about, {})
 
+    paths = [str(sources[0]), str(other)]
     with pytest.raises(ConfigError, match="train them with equal") as error:
-        fuse([str(sources[0]), str(other)], corpus, tmp_path / "fused")
+        fuse(paths, corpus, tmp_path / "fused")
 
     assert "\n" not in str(error.value)
     assert not (tmp_path / "fused").exists()
