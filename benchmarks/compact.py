@@ -177,7 +177,7 @@ def vectors(options: argparse.Namespace) -> tuple[list[list[object]], list[str]]
             label_LD, IndexSpec(factory=factory), threads=options.threads, queries=sample
         )
         made_s = time.perf_counter() - started
-        name = resolve_factory(factory, len(label_LD))
+        name = resolve_factory(factory, *label_LD.shape)
         ways[name] = made_s, index_bytes(index), lambda q, h, i=index: i.search(q, K, hidden=h).ids
         if index.candidates > 1:
             ways[f"{name}, {max(K, TUNE_K) * index.candidates} candidates"] = ways.pop(name)

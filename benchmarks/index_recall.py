@@ -95,7 +95,7 @@ def measure(rows: np.ndarray, queries: np.ndarray, arguments: argparse.Namespace
     exact_ids, flat_s = cpu_timed(lambda: full_search(rows, few))
     flat_s *= len(queries) / len(few)
     chosen_by = None if arguments.stand_ins else sample
-    name = resolve_factory(arguments.factory, len(rows))
+    name = resolve_factory(arguments.factory, *rows.shape)
     spec = IndexSpec(factory=name)
     index, build_s = cpu_timed(lambda: build_index(rows, spec, queries=chosen_by))
     top, search_s = cpu_timed(lambda: index.search(queries, K))

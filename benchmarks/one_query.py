@@ -163,7 +163,7 @@ def index_sides(rows: np.ndarray, tuning: np.ndarray) -> Iterator[Side]:
     """Our graph and our inverted lists, with the recall of an export and with a lower one."""
     if len(rows) <= FLAT_ROWS:
         return
-    for factory in ("HNSW32", resolve_factory("auto", len(rows))):
+    for factory in ("HNSW32", resolve_factory("auto", *rows.shape)):
         path = data_sets.CACHE / "one_query" / f"{len(rows)}-{factory}.faiss"
         if not path.is_file():
             index = build_index(rows, IndexSpec(factory=factory), queries=tuning)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.permutations import MAX_STORED_SIZE
 from xmcray.planning.data_size import DataSize
@@ -104,11 +106,15 @@ def index_actor_bytes(factory: str, rows: int, dim: int) -> int:
 
 def index_bytes(factory: str, rows: int, dim: int) -> int:
     """A FAISS index besides its vectors: codes, ids and centroids; nothing if it is exhaustive."""
-    factory = resolve_factory(factory, rows)
+    factory = resolve_factory(factory, rows, dim)
     if factory == "Flat":
         return 0
     code_bytes = dim * VALUE
-    if "fp16" in factory:
+    quick_codes = re.search(r"PQ(\d+)x4fs", factory)
+    if quick_codes:
+        # Two codes of 4 bits to a byte.
+        code_bytes = (int(quick_codes[1]) + 1) // 2
+    elif "fp16" in factory:
         code_bytes = 2 * dim
     elif "SQ8" in factory:
         code_bytes = dim

@@ -234,6 +234,12 @@ def refer_to(graph: Any, rows: Float32Array) -> None:
     graph.referenced_objects = [flat, rows]
 
 
+def has_quick_codes(faiss_index: Any) -> bool:
+    """Whether it compares codes of 4 bits, many with a few instructions."""
+    faiss = import_faiss()
+    return isinstance(faiss_index, (faiss.IndexFastScan, faiss.IndexIVFFastScan))
+
+
 def breadth_of(faiss_index: Any) -> int:
     """Breadth of a search in an HNSW graph; 0 if it is none."""
     hnsw = getattr(faiss_index, "hnsw", None)

@@ -39,6 +39,9 @@ from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, pairs_of
 logger = logging.getLogger(__name__)
 
 BATCH_QUERIES = 256  # from here on lists are scanned with matrix products
+# Those of short codes from here on, if a query visits at most one list of so many.
+MANY_QUERIES = 10_000
+FEW_LISTS = 16
 TUNE_K = 50  # answers for which the number of candidates is chosen; index_tuning.py
 CANDIDATE_FLOATS = 1 << 22  # vectors gathered at once when scores are made exact
 
@@ -179,11 +182,21 @@ class Index:
         # Candidates that are half of the rows cost more than comparing all rows.
         if width >= len(self) // 2:
             return exact_keys(self.vectors, queries, empty_keys(len(queries), k), rows)
-        if len(queries) >= BATCH_QUERIES and self._lists is not None:
+        if self._shares_lists(len(queries)):
             keys = self.search_lists(queries, k, rows)
         else:
             keys = self.search_candidates(queries, width, k, rows)
         return self._completed(keys, queries, rows)
+
+    def _shares_lists(self, num_queries: int) -> bool:
+        """Whether so many queries share the work of their lists, with matrix products of the rows."""
+        if ann.has_quick_codes(self._faiss):
+            # Codes are scanned faster than rows, unless many queries visit few lists each.
+            visits_few = self.nprobe <= self.num_lists // FEW_LISTS
+            shares = num_queries >= MANY_QUERIES and visits_few
+        else:
+            shares = num_queries >= BATCH_QUERIES
+        return shares and self._lists is not None
 
     def _completed(self, keys: Tensor, queries: Float32Array, rows: AnswerableRows) -> Tensor:
         """The keys of a search, without gaps where the visited lists had too few rows.

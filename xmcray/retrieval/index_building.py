@@ -48,7 +48,7 @@ def build_index(
     """
     num_rows = len(vectors)
     device = _device(gpu)
-    factory = resolve_factory(spec.factory, num_rows)
+    factory = resolve_factory(spec.factory, *vectors.shape)
     if factory == "Flat" or num_rows == 0:
         return Index(as_tensor(vectors).to(device), None, threads=threads)
     if gpu is not None and spec.factory == "auto":

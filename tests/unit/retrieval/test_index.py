@@ -10,7 +10,7 @@ import torch
 
 import xmcray.retrieval.index as index_module
 from xmcray.errors import BundleError, ConfigError, ResourceError
-from xmcray.retrieval import ann, inverted_lists
+from xmcray.retrieval import ann, index_spec, inverted_lists
 from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index import Index
 from xmcray.retrieval.index_building import build_index
@@ -47,6 +47,8 @@ def assert_same(one, other):
 def both_ways(request, monkeypatch):
     """Lists are scanned with matrix products, or FAISS is asked."""
     monkeypatch.setattr(index_module, "BATCH_QUERIES", request.param)
+    monkeypatch.setattr(index_module, "MANY_QUERIES", request.param)
+    monkeypatch.setattr(index_module, "FEW_LISTS", 1)
 
 
 @pytest.mark.usefixtures("both_ways")
@@ -163,10 +165,47 @@ def test_exact_ignores_the_index(clustered):
 
 
 def test_auto_by_size():
-    assert resolve_factory("auto", 50_000) == "Flat"
-    assert resolve_factory("auto", 10**5) == "IVF1024,SQfp16"
-    assert resolve_factory("auto", 10**6) == "IVF2048,SQfp16"
-    assert resolve_factory("IVF8,Flat", 10**8) == "IVF8,Flat"
+    assert resolve_factory("auto", 50_000, 256) == "Flat"
+    assert resolve_factory("auto", 10**5, 256) == "IVF512,PQ128x4fs"
+    assert resolve_factory("auto", 10**6, 64) == "IVF2048,PQ32x4fs"
+    assert resolve_factory("auto", 10**6, 63) == "IVF2048,SQfp16", "a code is of two numbers"
+    assert resolve_factory("IVF8,Flat", 10**8, 256) == "IVF8,Flat"
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 6, 62])
+def test_auto_fits_vectors_of_any_width(dim, monkeypatch):
+    monkeypatch.setattr(index_spec, "FLAT_ROWS", 1000)
+    rows = np.random.default_rng(0).standard_normal((4000, dim), np.float32)
+    queries = rows[:300] + 0.1
+    found = build_index(rows, IndexSpec(), queries=queries).search(queries, 10)
+    assert recall(found.ids, exact_search(rows, queries, 10).ids) > 0.9
+
+
+def test_short_codes_give_a_query_the_same_answers_alone_and_among_others(clustered):
+    rows, queries = clustered
+    index = build_index(rows, IndexSpec(factory="IVF16,PQ8x4fs"), threads=2)
+    among_others = index.search(queries, 10)
+    alone = [index.search(queries[row : row + 1], 10) for row in range(len(queries))]
+    np.testing.assert_array_equal(among_others.ids, np.concatenate([one.ids for one in alone]))
+    scores = np.concatenate([one.scores for one in alone])
+    # Products of long rows and many queries are added up in another order.
+    np.testing.assert_allclose(among_others.scores, scores, rtol=1e-6)
+
+
+def test_many_queries_of_few_lists_share_their_work(clustered, monkeypatch):
+    """Short codes are not asked then: the lists are scanned with products of the rows."""
+    rows, queries = clustered
+    monkeypatch.setattr(index_module, "MANY_QUERIES", 100)
+    index = build_index(rows, IndexSpec(factory="IVF64,PQ8x4fs", nprobe=4))
+    asked = []
+    monkeypatch.setattr(index, "search_candidates", lambda *given: asked.append(given))
+    index.search(queries, 10)
+    assert not asked
+    for few_queries, nprobe in ((queries[:99], 4), (queries, 5)):
+        index.set_nprobe(nprobe)
+        with pytest.raises(TypeError):
+            index.search(few_queries, 10)
+    assert len(asked) == 2
 
 
 def test_short_rows_are_found_in_a_graph(clustered):
