@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -38,3 +41,22 @@ def test_biases_and_normalisations_are_not_decayed() -> None:
     for name, value in module.named_parameters():
         kept = 1 - 0.1 * 0.5 if name == "linear.weight" else 1.0
         torch.testing.assert_close(value.detach(), kept * before[name])
+
+
+def test_a_step_does_not_import_the_compiler_of_torch() -> None:
+    code = """
+        import sys
+        import torch
+        from xmcray.training.optim import EncoderOptimizer, OptimConfig
+
+        encoder = torch.nn.Linear(2, 2)
+        optimizer = EncoderOptimizer({"encoder": encoder}, OptimConfig(), [])
+        optimizer.zero_grad()
+        encoder(torch.ones(1, 2)).sum().backward()
+        optimizer.step(1.0)
+        optimizer.load(optimizer.tensors(), 1)
+        print("torch._dynamo" in sys.modules)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout == "False\n"
