@@ -9,6 +9,7 @@ from documents import blocks
 from planted import write_planted
 
 
+@pytest.mark.soak
 def test_the_example_of_index_md_prints_five_answers(
     cluster: None,
     tmp_path: Path,
