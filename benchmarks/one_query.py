@@ -31,7 +31,7 @@ from common import new_parser, recall_of, refuse_if_busy, write_table
 from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index import Index
 from xmcray.retrieval.index_building import build_index
-from xmcray.retrieval.index_spec import FLAT_ROWS, IndexSpec, resolve_factory
+from xmcray.retrieval.index_spec import FLAT_ROWS, IndexSpec, num_lists, resolve_factory
 from xmcray.retrieval.index_tuning import tune
 from xmcray.training.export import index_spec
 
@@ -160,10 +160,11 @@ def flat_sides(rows: np.ndarray) -> Iterator[Side]:
 
 
 def index_sides(rows: np.ndarray, tuning: np.ndarray) -> Iterator[Side]:
-    """Our graph and our inverted lists, with the recall of an export and with a lower one."""
+    """A graph, lists of 16-bit numbers and those of "auto", with an export's recall and lower ones."""
     if len(rows) <= FLAT_ROWS:
         return
-    for factory in ("HNSW32", resolve_factory("auto", *rows.shape)):
+    former = f"IVF{num_lists('auto', len(rows))},SQfp16"
+    for factory in ("HNSW32", former, resolve_factory("auto", *rows.shape)):
         path = data_sets.CACHE / "one_query" / f"{len(rows)}-{factory}.faiss"
         if not path.is_file():
             index = build_index(rows, IndexSpec(factory=factory), queries=tuning)

@@ -1,12 +1,10 @@
 """Nearest rows by inner product: exact for small shards, a graph or inverted lists for others.
 
-Answers and hard negatives are searched with it. FAISS makes the index and answers few queries. It
-only proposes candidates: their scores are then computed from the float32 vectors, so the index can
-hold short codes, and every score that leaves this file is an inner product. Many queries at once
-scan the same lists with matrix products (list_scan.py).
-
-Answers come to users one text at a time, which a graph suits. Hard negatives are searched for
-all queries of an epoch at once, after an index was built that is used only then: inverted lists.
+Answers and hard negatives are searched with it. FAISS makes the index and scans it. It only
+proposes candidates: their scores are then computed from the float32 vectors, so the index can
+hold short codes, and every score that leaves this file is an inner product. Where many queries
+visit the same few lists, as for hard negatives, the lists are scanned with matrix products instead
+(list_scan.py).
 """
 
 from __future__ import annotations
