@@ -376,8 +376,11 @@ def read(path: Path, rows: int, dim: int) -> Any:
             f" {rows} of width {dim} with inner products; export it again"
         )
     lists = lists_of(faiss_index)
-    if lists is not None and lists.nprobe < 1:
-        raise BundleError(f"{path} searches no list, expected at least 1; export it again")
+    # FAISS takes memory for as many lists as it should visit.
+    if lists is not None and not 1 <= lists.nprobe <= lists.nlist:
+        raise BundleError(
+            f"{path} searches {lists.nprobe} lists, expected 1 to {lists.nlist}; export it again"
+        )
     return faiss_index
 
 

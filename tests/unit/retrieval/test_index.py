@@ -320,13 +320,15 @@ def test_a_file_of_other_vectors_or_none(clustered, tmp_path):
         Index.load(tmp_path / "i", torch.from_numpy(rows))
 
 
-def test_a_file_that_searches_no_list_is_refused(clustered, tmp_path):
+@pytest.mark.parametrize("factory", ["IVF16,Flat", "IVF16,PQ8x4fs"])
+@pytest.mark.parametrize("nprobe", [0, 17, 1 << 40])
+def test_a_file_that_searches_no_list_or_too_many_is_refused(clustered, tmp_path, nprobe, factory):
     rows = clustered[0]
-    build_index(rows, IndexSpec(factory="IVF16,Flat")).save(tmp_path / "i")
+    build_index(rows, IndexSpec(factory=factory)).save(tmp_path / "i")
     faiss_index = faiss.read_index(str(tmp_path / "i"))
-    faiss_index.nprobe = 0
+    faiss_index.nprobe = nprobe
     faiss.write_index(faiss_index, str(tmp_path / "i"))
-    with pytest.raises(BundleError, match="searches no list, expected at least 1"):
+    with pytest.raises(BundleError, match=f"searches {nprobe} lists, expected 1 to 16"):
         Index.load(tmp_path / "i", torch.from_numpy(rows))
 
 
