@@ -148,8 +148,7 @@ def _few_query_keys(
     for query in range(len(queries)):
         hidden = rows.hidden[query]
         best = few_queries.best_rows(vectors, queries[query], num_keys, rows.ids, hidden)
-        bits = _ordered((best.scores + np.float32(0)).view(np.int32))
-        new_keys = (bits.astype(np.int64) << 32) | (LOW_BITS - best.ids)
+        new_keys = to_key_array(best.scores, best.ids)
         # The best keys so far fill the places for which there are too few rows.
         competing = np.concatenate([best_keys[query], new_keys])
         competing.sort()
@@ -177,6 +176,14 @@ def to_keys(score: Tensor, ids: Tensor) -> Tensor:
     ordered = _ordered(score.contiguous().view(torch.int32))
     # The lower half holds the id in reverse, so that the lower id has the larger key.
     return (ordered.to(torch.int64) << 32) | (LOW_BITS - ids)
+
+
+def to_key_array(scores: Float32Array, ids: Int64Array) -> Int64Array:
+    """As `to_keys`, in NumPy, which is faster at the few numbers of one query."""
+    no_answer = np.isnan(scores) | (ids < 0)
+    scores = np.where(no_answer, np.float32(-np.inf), scores) + np.float32(0)
+    bits = _ordered(scores.view(np.int32))
+    return (bits.astype(np.int64) << 32) | (LOW_BITS - ids)
 
 
 def from_keys(keys: Tensor) -> TopLabels:

@@ -26,8 +26,7 @@ from xmcray.retrieval.exact import (
     empty_keys,
     exact_keys,
     from_keys,
-    scores_of,
-    to_keys,
+    to_key_array,
 )
 from xmcray.retrieval.inverted_lists import InvertedLists
 from xmcray.retrieval.list_scan import scan_lists
@@ -201,13 +200,13 @@ class Index:
 
         Rather than return less than k answers, these queries are searched exhaustively.
         """
-        last_score = scores_of(keys[:, -1])
-        incomplete = torch.nonzero(last_score == -torch.inf)[:, 0]
+        last_scores = from_keys(keys[:, -1]).scores
+        incomplete = np.flatnonzero(last_scores == -np.inf)
         if len(incomplete):
-            query_ids = incomplete.numpy()
-            own_rows = AnswerableRows(rows.ids, rows.hidden.take(query_ids))
-            best = empty_keys(len(query_ids), keys.shape[1])
-            keys[incomplete] = exact_keys(self.vectors, queries[query_ids], best, own_rows)
+            own_rows = AnswerableRows(rows.ids, rows.hidden.take(incomplete))
+            best = empty_keys(len(incomplete), keys.shape[1])
+            completed = exact_keys(self.vectors, queries[incomplete], best, own_rows)
+            keys[torch.from_numpy(incomplete)] = completed
         return keys
 
     def _warn_of_limit(self, width: int, limit: int) -> None:
@@ -315,8 +314,11 @@ class Index:
         scores = self.candidate_scores(queries, row_QC)
         # A missing candidate (-1) borrows the id of row 0; its score is -inf.
         id_QC = rows.ids[np.maximum(row_QC, 0)]
-        key_QC = to_keys(as_tensor(scores), torch.from_numpy(id_QC))
-        return key_QC.topk(k, dim=1).values
+        key_QC = to_key_array(scores, id_QC)
+        # The sort ascends, so the best keys are the last ones.
+        key_QC.sort(axis=1)
+        best_QK = key_QC[:, ::-1][:, :k]
+        return torch.from_numpy(np.ascontiguousarray(best_QK))
 
     def candidate_scores(self, queries: Float32Array, row_QC: Int64Array) -> Float32Array:
         """Inner products of queries and some rows, whatever the index.
