@@ -318,7 +318,7 @@ class Index:
         # The sort ascends, so the best keys are the last ones.
         key_QC.sort(axis=1)
         best_QK = key_QC[:, ::-1][:, :k]
-        return torch.from_numpy(np.ascontiguousarray(best_QK))
+        return torch.from_numpy(best_QK.copy())
 
     def candidate_scores(self, queries: Float32Array, row_QC: Int64Array) -> Float32Array:
         """Inner products of queries and some rows, whatever the index.

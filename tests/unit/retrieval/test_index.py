@@ -192,6 +192,16 @@ def test_short_codes_give_a_query_the_same_answers_alone_and_among_others(cluste
     np.testing.assert_allclose(among_others.scores, scores, rtol=1e-6)
 
 
+@pytest.mark.parametrize("num_queries", [1, 5])
+@pytest.mark.parametrize("k", [1, 2])
+def test_few_answers_of_short_codes(clustered, num_queries, k):
+    rows, queries = clustered
+    queries = queries[:num_queries]
+    index = build_index(rows, IndexSpec(factory="IVF16,PQ8x4fs", nprobe=16, candidates=16))
+    found = index.search(queries, k).ids
+    np.testing.assert_array_equal(found, exact_search(rows, queries, k).ids)
+
+
 def test_many_queries_of_few_lists_share_their_work(clustered, monkeypatch):
     """Short codes are not asked then: the lists are scanned with products of the rows."""
     rows, queries = clustered
