@@ -176,7 +176,10 @@ def offer_minilm() -> None:
     shutil.copytree(packaged, temporary / "snapshots" / "packaged")
     (temporary / "refs").mkdir()
     (temporary / "refs" / "main").write_text("packaged", encoding="utf-8")
-    temporary.rename(folder)
+    try:
+        temporary.rename(folder)
+    except OSError:  # another process was first
+        shutil.rmtree(temporary)
 
 
 def _write_planted(folder: Path) -> None:

@@ -31,7 +31,7 @@ SETTINGS = [
     "cluster.device=cpu",
     "encoder.dim=24",
     "optim.batch_size=64",
-    "optim.epochs=6",
+    "optim.epochs=10",
     "optim.warmup_steps=10",
     "optim.lr=0.01",
     "method.classifier.kind=adagrad",
@@ -73,17 +73,20 @@ def index_pids(run_id: str, num_shards: int) -> list[int]:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_workers_killed_and_stopped_and_index_actors_killed_mid_build(
+def test_killed_stopped_and_interrupted_a_run_ends_as_if_left_alone(
     corpus: Path, undisturbed: dict[str, str], tmp_path: Path
 ) -> None:
     """One run meets everything, because starting the workers takes longer than the training.
 
-    Drivers are killed by benchmarks/soak.py.
+    Index actors are killed in the middle of a build, one worker is killed, one is stopped, and the
+    command is interrupted and given again. Drivers are killed by benchmarks/soak.py. Interrupts at
+    other moments are in test_signals.py and benchmarks/soak_signals.py.
     """
     out = tmp_path / "run"
     config = resolve("cluster.stall_s=4")
     stopped: list[int] = []
     stalled: list[int] = []
+    interrupted_s: list[float] = []
 
     def stop_index() -> None:
         """Stopped before the first version is published, the actors cannot finish it before they are killed."""
@@ -99,19 +102,29 @@ def test_workers_killed_and_stopped_and_index_actors_killed_mid_build(
             return False
         return shard_name(Run.open(out).id, 1) in ray.util.list_named_actors()
 
-    stop = When(index_runs, stop_index)
-    kill_index = When(lambda: bool(stopped) and published(), lambda: kill(stopped))
-    kill_worker = When(lambda: last_step(out) >= 61, lambda: kill(train_workers()[:1]))
-
     def stall() -> None:
         stalled.append(train_workers()[-1])
         os.kill(stalled[0], signal.SIGSTOP)
 
+    def interrupt() -> None:
+        interrupted_s.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    stop = When(index_runs, stop_index)
+    kill_index = When(lambda: bool(stopped) and published(), lambda: kill(stopped))
+    kill_worker = When(lambda: last_step(out) >= 61, lambda: kill(train_workers()[:1]))
     stop_worker = When(lambda: kill_worker.done and last_step(out) >= 90, stall)
-    train(corpus, out, config)
-    for watcher in (stop, kill_index, kill_worker, stop_worker):
+    end = When(lambda: stop_worker.done and last_step(out) >= 110, interrupt)
+    # In a shell's background SIGINT is ignored from the start.
+    with handling(signal.SIGINT, signal.default_int_handler), pytest.raises(KeyboardInterrupt):
+        train(corpus, out, config)
+    assert time.monotonic() - interrupted_s[0] < longest_end_s()
+    for watcher in (stop, kill_index, kill_worker, stop_worker, end):
         watcher.close()
         assert watcher.done
+    steps_before = last_step(out)
+    train(corpus, out, config)
+    assert last_step(out) > steps_before
     assert final_weights(out) == undisturbed
     reasons = [record["text"] for record in read_records(out / "interruptions.jsonl")]
     assert any(re.match(r"rank \d .*died", reason) for reason in reasons), reasons
@@ -122,30 +135,6 @@ def test_workers_killed_and_stopped_and_index_actors_killed_mid_build(
     assert Run.open(out).result()["schedule_broken_at_step"] is None
     steps = [record["step"] for record in read_records(out / "metrics.jsonl") if "loss" in record]
     assert steps == sorted(set(steps)), "a step was recorded twice"
-
-
-@pytest.mark.usefixtures("cluster")
-def test_interrupted_while_it_trains_a_run_resumes_exactly(
-    corpus: Path, undisturbed: dict[str, str], tmp_path: Path
-) -> None:
-    """Other moments are in test_signals.py; benchmarks/soak_signals.py draws them at random."""
-    out = tmp_path / "run"
-    sent: list[float] = []
-
-    def interrupt() -> None:
-        sent.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    watcher = When(lambda: last_step(out) >= 40, interrupt)
-    # In a shell's background SIGINT is ignored from the start.
-    with handling(signal.SIGINT, signal.default_int_handler), pytest.raises(KeyboardInterrupt):
-        train(corpus, out, resolve())
-    assert time.monotonic() - sent[0] < longest_end_s()
-    watcher.close()
-    steps_before = last_step(out)
-    train(corpus, out, resolve())
-    assert last_step(out) > steps_before
-    assert final_weights(out) == undisturbed
 
 
 @pytest.mark.usefixtures("cluster")

@@ -122,6 +122,7 @@ def two_one_two(out: Path, corpus: str) -> None:
     print(json.dumps({"first": first, "all": kinds}))
 
 
+@pytest.mark.soak
 def test_nodes_lost_and_joined(tmp_path: Path) -> None:
     corpus, out = (
         planted_corpus(tmp_path / "data", num_queries=1500, num_labels=150).path,
