@@ -8,22 +8,24 @@ Starts `xmcray serve` itself. The peak is found with closed loops, a new request
 measured with an open one, whose requests have intended start times drawn beforehand, as a Poisson process. It counts
 from the intended start, so a request that had to wait because the server, or this program, was late is not flattered.
 This program takes its share of the cores that the server runs on: what it costs is measured against a server that
-does nothing, and stands in the table. The same texts are asked in process, by a program of its own, on as many threads
-as the server has; the first answers must be the same.
+does nothing, and stands in the table. With --overload it has a core of its own. The same texts are asked in process,
+by a program of its own, on as many threads as the server has; the first answers must be the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import resource
 import shlex
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,9 @@ def main() -> None:
         options.overload_seconds = 5.0
     folders = {name: bundle_folder(name, options.labels) for name in options.bundles}
     load = refuse_if_busy(options.anyway or options.quick)
+    all_cores = os.sched_getaffinity(0)
+    last_core = max(all_cores)
+    server_cores = all_cores - {last_core} or all_cores
     measure, tell = (overload, run_overload) if options.overload else (usual, run_usual)
     rows = []
     for name, folder in folders.items():
@@ -116,18 +121,29 @@ def main() -> None:
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         alone = json.loads(output.splitlines()[-1])
         for mode in options.modes:
-            with served(shlex.split(options.server), folder / "bundle", mode, options.threads) as (
-                port,
-                token,
+            command = shlex.split(options.server)
+            with (
+                cores(server_cores if options.overload else all_cores),
+                served(command, folder / "bundle", mode, options.threads) as (port, token),
+                cores({last_core} if options.overload else all_cores),
             ):
                 figures = uvloop.run(measure(port, token, mode, folder, alone, options))
-                rows.append({"bundle": f"{name}: {alone['size']}", "mode": mode, **figures})
+            rows.append({"bundle": f"{name}: {alone['size']}", "mode": mode, **figures})
     title, notes = tell(options)
     header = list(rows[0])
     name = "serve_overload.md" if options.overload else "serve_load.md"
     write_table(
         options.out or name, title, header, [list(row.values()) for row in rows], [*notes, load]
     )
+
+
+@contextlib.contextmanager
+def cores(numbers: set[int]) -> Iterator[None]:
+    """Runs this program, and what it starts, on some cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, numbers)
+    yield
+    os.sched_setaffinity(0, before)
 
 
 async def usual(
@@ -212,7 +228,10 @@ async def overload(
         (options.times * best, seconds),
         (best / 2, max(options.seconds, 2 * NORMAL_S + 1)),
     ]
-    whole = await open_loop(port, requests, due_times(phases, options.arrivals))
+    due = due_times(phases, options.arrivals)
+    started_cpu_s = time.process_time()
+    whole = await open_loop(port, requests, due)
+    client_cpu_s = time.process_time() - started_cpu_s
     before = whole.part(options.warmup, begin)
     after = whole.part(begin + seconds)
     log = whole.part(begin, begin + seconds)
@@ -247,6 +266,7 @@ async def overload(
         f"refused within {REFUSED_MS} ms": part_of(refused_ms <= REFUSED_MS),
         "with Retry-After": part_of(has_retry_after),
         "anything else": other_statuses or "none",
+        "client's CPU a request, ms": f"{1000 * client_cpu_s / len(due):.3f}",
         "sent late, p99, ms": f"{log.lag_ms():.1f}",
         "normal after, s": "not seen" if normal is None else str(normal),
         "limits": f"missed: {', '.join(missed)}" if missed else "kept",
@@ -288,8 +308,8 @@ def run_overload(options: argparse.Namespace) -> tuple[str, list[str]]:
     notes = [
         f"{options.times:g} x the peak rate of a closed loop for {options.overload_seconds:g} s, {options.arrivals}"
         f" arrivals, one text a request, at most {MAX_CONNECTIONS:,} connections; before and after: half of the peak",
-        "latency from the intended start of each request; it includes what this program was late, which shares the"
-        " cores with the server",
+        "this program runs on the last core, the server on the others; latency from the intended start of each"
+        " request, so it includes what this program was late",
         f"limit: how long a full gateway works, its `in_flight` ({ServeConfig(bundles={'': ''}).in_flight}) by the peak"
         f" rate; kept where the p99 of what is accepted is at most {ACCEPTED_LIMITS} times that, the p99 of refusals at"
         f" most {REFUSED_MS} ms, all of them with Retry-After, and all is normal within {NORMAL_S} s",

@@ -6,6 +6,7 @@ import collections
 import functools
 import http.server
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from xmcray.training.preemption import StopFlag, Terminated
 from xmcray.training.records import read_records
 from xmcray.training.run import RunConfig
 
+BATCH_SIZE = 256
 SETTINGS = [
     "cluster.workers=2",
     "cluster.min_workers=1",
@@ -35,8 +37,9 @@ SETTINGS = [
     "cluster.threads_per_process=1",
     "cluster.device=cpu",
     "encoder.dim=24",
-    "optim.batch_size=256",
-    "optim.precision=float64",  # in float32 rounding changes a cluster after some hundred steps, and with it a batch
+    f"optim.batch_size={BATCH_SIZE}",
+    # In float32, rounding changes a cluster after some hundred steps, and with it a batch.
+    "optim.precision=float64",
     "optim.epochs=400",
     "optim.warmup_steps=10",
     "optim.lr=0.01",
@@ -90,44 +93,50 @@ def two_one_two(out: Path, corpus: str) -> None:
     nodes.add("trainer1", cpus=2, gpus=1)
     nodes.add("trainer2", cpus=2, gpus=1)
     nodes.add("index", cpus=1, resources={"index": 2})
-    first, over = {}, threading.Event()
+    first = {}
+    step_when_back: list[int] = []
+    over = threading.Event()
 
     def lose() -> None:
         first.update(trainers=nodes.carried("RayTrainWorker"), index=nodes.carried("IndexShard"))
         nodes.lose("trainer2")
 
+    def began_again() -> bool:
+        """A lost node's processes may go on for a second, so the worker that stayed has to be a new one."""
+        return lost.done and nodes.carried("RayTrainWorker").count("trainer1") >= 2
+
+    def is_back() -> bool:
+        return "trainer3" in nodes.carried("RayTrainWorker")
+
     def join() -> None:
         left = train_workers()
         with standing(left):
             nodes.add("trainer3", cpus=2, gpus=1)
-        slow_until(
-            lambda: "trainer3" in nodes.carried("RayTrainWorker"), left, over
-        )  # fewer steps to compare
-        first.update(back=last_step(out))
+        # Slowed down, so that there are fewer steps to compare.
+        slow_until(is_back, left, over)
+        step_when_back.append(last_step(out))
+
+    def went_on() -> bool:
+        return joined.done and last_step(out) >= step_when_back[0] + 30
 
     lost = When(lambda: last_step(out) >= 30, lose)
-    # A lost node's processes may go on for a second; what counts is that the one that stayed has begun anew.
-    alone = lambda: nodes.carried("RayTrainWorker").count("trainer1") >= 2  # noqa: E731
-    joined = When(lambda: lost.done and alone() and last_step(out) >= 60, join)
-    stop = When(lambda: joined.done and last_step(out) >= first["back"] + 30, StopFlag(out).hoist)
+    joined = When(lambda: began_again() and last_step(out) >= 60, join)
+    stop = When(went_on, StopFlag(out).hoist)
     with suppress(Terminated):
         train(corpus, out, RunConfig.resolve("astra", {}, SETTINGS))
     over.set()
     for watcher in (lost, joined, stop):
         watcher.close()
-    kinds = {
-        kind: nodes.carried(kind) for kind in ("RayTrainWorker", "IndexShard", "IndexCoordinator")
-    }
+    kinds = ("RayTrainWorker", "IndexShard", "IndexCoordinator")
+    carried = {kind: nodes.carried(kind) for kind in kinds}
     nodes.close()
-    print(json.dumps({"first": first, "all": kinds}))
+    print(json.dumps({"first": first, "all": carried}))
 
 
 @pytest.mark.soak
 def test_nodes_lost_and_joined(tmp_path: Path) -> None:
-    corpus, out = (
-        planted_corpus(tmp_path / "data", num_queries=1500, num_labels=150).path,
-        tmp_path / "run",
-    )
+    corpus = planted_corpus(tmp_path / "data", num_queries=1500, num_labels=150).path
+    out = tmp_path / "run"
     with served(corpus) as (url, asked), environment() as variables:
         command = [sys.executable, __file__, str(out), url]
         variables["XMCRAY_CACHE"] = str(tmp_path / "caches" / "driver")
@@ -149,18 +158,17 @@ def test_nodes_lost_and_joined(tmp_path: Path) -> None:
     assert where["all"]["RayTrainWorker"].count("trainer1") >= 3, (
         "2, 1 and 2 workers are three groups"
     )
-    # every node that opened the corpus, and the driver, copied each file once, whatever ran there
+    # Every node that opened the corpus, and the driver, copied each file once, whatever ran there.
     nodes = ("driver", "index", "trainer1", "trainer2", "trainer3")
     assert {path.name for path in (tmp_path / "caches").iterdir()} == set(nodes)
     assert {number for name, number in asked.items() if name != "manifest.json"} == {len(nodes)}
     recorded = [record["step"] for record in read_records(out / "metrics.jsonl")]
     assert recorded == list(range(1, len(recorded) + 1)), "a step was lost or recorded twice"
-    resized, steps = curve(out), recorded[-1]
-    per_epoch = -(
-        -len(TrainingData(Corpus.open(corpus), RunConfig.resolve("astra", {}).data).query_ids)
-        // 256
-    )
-    settings = [*SETTINGS, f"optim.stop_epoch={-(-steps // per_epoch)}"]
+    resized = curve(out)
+    data = TrainingData(Corpus.open(corpus), RunConfig.resolve("astra", {}).data)
+    steps_per_epoch = math.ceil(len(data.query_ids) / BATCH_SIZE)
+    num_epochs = math.ceil(recorded[-1] / steps_per_epoch)
+    settings = [*SETTINGS, f"optim.stop_epoch={num_epochs}"]
     (tmp_path / "undisturbed").mkdir()
     on_ranks(trained_on_rank, 2, corpus, tmp_path / "undisturbed", settings)
     expected = curve(tmp_path / "undisturbed")
