@@ -5,7 +5,8 @@
 
 tests/damage.py makes the changes, in a process of its own for each call and kind, because a library
 may crash. What each of them did is one line in a ledger in the benchmarks' cache. The next call goes
-on from there, and the table sums the lines; `--fresh` forgets those of the chosen kinds.
+on from there, and the table sums the lines; `--fresh` forgets those of the chosen kinds. A kind without
+lines keeps its row of the table.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import data_sets
-from common import commit, write_table
+from common import RESULTS, commit, write_table
 
 DAMAGE = Path(__file__).parents[1] / "tests" / "damage.py"
 KINDS = (
@@ -34,6 +36,7 @@ KINDS = (
     ".faiss",
     ".sqlite",
 )
+TABLE = "soak_files.md"
 LEDGER = data_sets.CACHE / "soak_files.jsonl"
 GOAL = 5000  # changes of each kind
 OUTCOMES = ("same", "other", "refused")
@@ -100,9 +103,20 @@ def lines() -> list[dict[str, Any]]:
     return [json.loads(line) for line in LEDGER.read_text().splitlines()]
 
 
+def earlier_rows() -> dict[str, Sequence[object]]:
+    """The rows of the table as it is, by kind."""
+    rows: dict[str, Sequence[object]] = {}
+    for line in (RESULTS / TABLE).read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] in KINDS:
+            rows[cells[0]] = cells
+    return rows
+
+
 def write_results() -> int:
     """Writes the table of everything in the ledger; returns the number of faults and crashes."""
-    rows: list[list[object]] = []
+    earlier = earlier_rows()
+    rows: list[Sequence[object]] = []
     num_wrong = 0
     for kind in KINDS:
         of_kind = [line for line in lines() if line["kind"] == kind]
@@ -114,13 +128,15 @@ def write_results() -> int:
             outcomes = [counts[name] for name in OUTCOMES]
             newest = of_kind[-1]["commit"]
             rows.append([kind, counts.total(), *outcomes, faults, crashes, newest])
+        elif kind in earlier:
+            rows.append(earlier[kind])
     header = ["file", "changes", "same answer", "other answer", "refused"]
     header += ["faults", "crashes", "commit"]
     notes = [
         "Other answers are right only where the manifest was made to fit the changed file.",
-        "commit: of the row's newest changes",
+        "commit: of the row's newest changes; rows of another commit may be of other machines",
     ]
-    write_table("soak_files.md", "Damaged and hostile files", header, rows, notes)
+    write_table(TABLE, "Damaged and hostile files", header, rows, notes)
     return num_wrong
 
 
