@@ -50,6 +50,7 @@ from xmcray.serving.settings import ServeConfig
 BUNDLES = ("sample", "synthetic")
 LIMITS = {"single": (8.0, 50.0), "composed": (18.0, float("inf"))}  # added p50 and p99, ms
 LIMIT_SHARE = 0.7  # of the in-process throughput
+IN_FLIGHT = ServeConfig(bundles={"any": "bundle"}).in_flight
 # under overload
 REFUSED_MS = 100
 ACCEPTED_LIMITS = 3
@@ -243,7 +244,7 @@ async def overload(
     has_retry_after = np.asarray(log.retry_after)[refused]
     other_statuses = others(log.status, {200, 429, 503})
     normal = recovery(before, after)
-    limit_ms = 1000 * ServeConfig(bundles={"": ""}).in_flight / best
+    limit_ms = 1000 * IN_FLIGHT / best
     kept = {
         "refusals": len(refused_ms) > 0
         and np.percentile(refused_ms, 99) <= REFUSED_MS
@@ -310,7 +311,7 @@ def run_overload(options: argparse.Namespace) -> tuple[str, list[str]]:
         f" arrivals, one text a request, at most {MAX_CONNECTIONS:,} connections; before and after: half of the peak",
         "this program runs on the last core, the server on the others; latency from the intended start of each"
         " request, so it includes what this program was late",
-        f"limit: how long a full gateway works, its `in_flight` ({ServeConfig(bundles={'': ''}).in_flight}) by the peak"
+        f"limit: how long a full gateway works, its `in_flight` ({IN_FLIGHT}) by the peak"
         f" rate; kept where the p99 of what is accepted is at most {ACCEPTED_LIMITS} times that, the p99 of refusals at"
         f" most {REFUSED_MS} ms, all of them with Retry-After, and all is normal within {NORMAL_S} s",
         "normal: from then on no refusal, and a p99 of at most twice that before",

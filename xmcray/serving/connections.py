@@ -16,7 +16,12 @@ import select
 from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from xmcray.errors import ResourceError
 
@@ -43,6 +48,13 @@ REASONS = {
     503: "Service Unavailable",
 }
 
+# Given the scope of a request, the answer that refuses it, or None for the application to answer.
+Refusal = Callable[[Any], Response | None]
+
+
+def refuse_nothing(scope: Any) -> None:
+    """Leaves every request to the application."""
+
 
 class ConnectionRoom:
     """The connections of one server: at most `size`.
@@ -50,9 +62,17 @@ class ConnectionRoom:
     Args:
         size: largest number of connections.
         max_body: bytes of a request's body.
+        refusal: asked before the application. Under overload most requests are refused, and each
+            should cost little.
     """
 
-    def __init__(self, size: int, max_body: int) -> None:
+    def __init__(
+        self,
+        size: int,
+        max_body: int,
+        refusal: Refusal = refuse_nothing,
+    ) -> None:
+        self.refusal = refusal
         # A body in chunks has more bytes than its content, and may have headers at its end.
         self.max_request = 2 * max_body + MAX_HEAD
         self._size = size
@@ -308,6 +328,34 @@ class LimitedProtocol(HttpToolsProtocol):
             self._progress_s = now
         is_in_time = now - self._progress_s < PROGRESS_S and now - self._answered_s < SEND_S
         return unread_bytes > 0 and is_in_time
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Starts the application, or answers without it what would be refused."""
+        # The application waits until a client has read earlier answers.
+        is_asked = cycle.scope["method"] == "POST" and not self.flow.write_paused
+        response = self._room.refusal(cycle.scope) if is_asked else None
+        if response is None:
+            super()._start_asgi_task(cycle, app)
+        else:
+            # After the rest of the request that has come, as the application would be.
+            self.loop.call_soon(self._answer, cycle, response)
+
+    def _answer(self, cycle: RequestResponseCycle, response: Response) -> None:
+        """Sends a whole answer at once."""
+        if not self._keep_place() or cycle.disconnected or self.transport.is_closing():
+            return
+        content = [STATUS_LINE[response.status_code]]
+        for name, value in (*self.server_state.default_headers, *response.raw_headers):
+            content += [name, b": ", value, b"\r\n"]
+        if not cycle.keep_alive:
+            content.append(b"connection: close\r\n")
+        content += [b"\r\n", bytes(response.body)]
+        self.transport.write(b"".join(content))
+        cycle.response_started = True
+        cycle.response_complete = True
+        if not cycle.keep_alive:
+            self.transport.close()
+        self.on_response_complete()
 
     def _end_after(self, seconds: float) -> None:
         self._set_timer(seconds, self._end)

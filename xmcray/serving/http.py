@@ -111,6 +111,37 @@ def create_app(gateway: Gateway, *, sends_request_id: bool = True) -> FastAPI:
     return app
 
 
+def refusal(gateway: Gateway, scope: Scope) -> Response | None:
+    """The answer to a request with a valid token if too many are in progress.
+
+    The application would answer the same, and take longer.
+
+    Args:
+        gateway: tokens, limits and metrics.
+        scope: ASGI's description of the request.
+    Returns:
+        None where the application has to answer: there is room, or something else is wrong.
+    """
+    begin = time.perf_counter()
+    path = _path(scope)
+    if path not in LIMITED_PATHS:
+        return None
+    try:
+        gateway.service.check_room()
+    except ProblemError as problem:
+        headers = Headers(scope=scope)
+        too_many = len(scope["headers"]) > MAX_HEADERS
+        if too_many or not gateway.tokens.accept(headers.get("authorization"), basic=True):
+            return None
+        request_id = request_checks.request_id(headers.get("x-request-id"))
+        response = _answer_problem(problem, request_id)
+        response.headers["x-request-id"] = request_id
+        gateway.metrics.requests.labels(path, str(response.status_code)).inc()
+        gateway.metrics.seconds.labels(path).observe(time.perf_counter() - begin)
+        return response
+    return None
+
+
 def _add_search_routes(app: FastAPI, gateway: Gateway) -> None:
     service = gateway.service
 

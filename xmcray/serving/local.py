@@ -25,10 +25,12 @@ from xmcray.serving.connections import (
     MAX_HEAD,
     ConnectionRoom,
     LimitedProtocol,
+    Refusal,
     check_open_files,
+    refuse_nothing,
 )
 from xmcray.serving.coordinator import SnapshotCoordinator
-from xmcray.serving.http import Gateway, create_app
+from xmcray.serving.http import Gateway, create_app, refusal
 from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
 from xmcray.serving.search_pb2_grpc import RetrieverServicer, add_RetrieverServicer_to_server
 from xmcray.serving.security import Tokens, new_token_file
@@ -140,7 +142,10 @@ async def listening(
     # Each port has connections of its own: clients of one cannot take those of the other.
     grpc_connections = config.max_connections // 2 if grpc_port else 0
     server = http_server(
-        create_app(gateway), config.max_connections - grpc_connections, config.max_body
+        create_app(gateway),
+        config.max_connections - grpc_connections,
+        config.max_body,
+        functools.partial(refusal, gateway),
     )
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -159,15 +164,21 @@ async def listening(
             await running
 
 
-def http_server(app: FastAPI, max_connections: int, max_body: int) -> uvicorn.Server:
+def http_server(
+    app: FastAPI,
+    max_connections: int,
+    max_body: int,
+    refusal: Refusal = refuse_nothing,
+) -> uvicorn.Server:
     """A server with the limits of connections.py, which is not started yet.
 
     Args:
         app: answers the requests.
         max_connections: largest number of connections.
         max_body: bytes of a request's body.
+        refusal: see `ConnectionRoom`.
     """
-    room = ConnectionRoom(max_connections, max_body)
+    room = ConnectionRoom(max_connections, max_body, refusal)
     return _Server(
         uvicorn.Config(
             app,

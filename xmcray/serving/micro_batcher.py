@@ -57,6 +57,8 @@ class MicroBatcher(Generic[Item, Result]):
         self._function = function
         self._max_texts = max_texts
         self._queue: list[_Entry[Item, Result]] = []
+        # Whether the thread has yet to take a batch, or is at one.
+        self._has_turn = False
         self._lock = threading.Lock()
 
     async def run(self, key: Hashable, num_texts: int, item: Item, num_answers: int = 0) -> Result:
@@ -79,14 +81,22 @@ class MicroBatcher(Generic[Item, Result]):
         )
         with self._lock:
             self._queue.append(entry)
-        # One turn for each item: it finds nothing to do if an earlier turn took the item.
-        self._thread.submit(self._run_batch)
+            is_first = not self._has_turn
+            self._has_turn = True
+        if is_first:
+            self._thread.submit(self._run_batch)
         return await asyncio.wrap_future(entry.future)
 
     def _run_batch(self) -> None:
+        """Answers one batch; other work of the thread comes before the next one."""
         batch = self._take_batch()
         if batch:
             self._answer(batch)
+        with self._lock:
+            goes_on = bool(self._queue)
+            self._has_turn = goes_on
+        if goes_on:
+            self._thread.submit(self._run_batch)
 
     def _answer(self, batch: Sequence[_Entry[Item, Result]]) -> None:
         try:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -89,7 +92,10 @@ class Service:
         self._events = events if config.collect_events else None
         self.working = 0  # requests in progress
         self._backend = backend
-        self._thread = ThreadPoolExecutor(1, "search")  # torch uses `config.threads` inside
+        # torch uses `config.threads` inside, which get the priority of this one.
+        self._thread = ThreadPoolExecutor(
+            1, "search", initializer=_give_way, initargs=(config.search_nice,)
+        )
         self._drifts: dict[str, Drift] = {}
         self._batcher = MicroBatcher[PendingSearch, list[schema.Result]](
             self._thread, self._search_batch, MAX_BATCH_TEXTS
@@ -394,6 +400,14 @@ class Service:
             return function(*arguments)
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _give_way(nice: int) -> None:
+    """Lets the event loop run before this thread where both want the same core."""
+    if sys.platform == "linux":  # elsewhere threads have no priorities of their own
+        thread = threading.get_native_id()
+        highest = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, highest + nice))
 
 
 def _pinned(snapshot: Snapshot) -> dict[str, Any]:

@@ -41,6 +41,9 @@ class ServeConfig:
             addition to the folders of `bundles` and `state_dir`.
         upload: folder or URL for copies of the label log; no copies if not given.
         threads: threads of one process.
+        search_nice: by how much the thread of searches gives way to the event loop, from 0 to 19 as
+            in `nice`. With 0, searches can make refusals late under overload. With more, other
+            processes that want the same cores take more from searches.
         rerank: a cross-encoder that reads the best answers again: folder or hub id; none if empty.
             In the composed mode it is a deployment of its own, "Reranker".
         encoder: how transformers compute: "float32", "bfloat16" or "int8" (see `Retriever.load`).
@@ -76,6 +79,7 @@ class ServeConfig:
     bundle_roots: tuple[str, ...] = ()
     upload: str | None = None
     threads: int = 1
+    search_nice: int = 10
     rerank: str = ""
     encoder: str = "float32"
     in_flight: int = 64
@@ -107,6 +111,7 @@ class ServeConfig:
         for name in ("keep_s", "swap_s"):
             check_range(name, getattr(self, name), low=0)
         check_range("threads", self.threads, 1, 4_096)
+        check_range("search_nice", self.search_nice, 0, 19)
         for name in (
             "replicas",
             "in_flight",

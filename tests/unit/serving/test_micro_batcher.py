@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,38 @@ def test_a_free_thread_begins_at_once_and_nothing_is_lost(number: int) -> None:
 
     assert asyncio.run(main()) == [2 * (i + 100) for i in range(number)]
     assert max(map(len, work.calls)) <= 8
+
+
+async def test_a_batch_is_one_turn_of_the_thread_and_other_work_comes_in_between() -> None:
+    work = Work()
+    order: list[str] = []
+
+    class Thread(ThreadPoolExecutor):
+        turns = 0
+
+        def submit(self, function: Any, *arguments: Any, **options: Any) -> Any:
+            self.turns += function == batcher._run_batch
+            return super().submit(function, *arguments, **options)
+
+    def answer(items: Sequence[int]) -> list[int]:
+        order.append("batch")
+        return work(items)
+
+    thread = Thread(1)
+    batcher = MicroBatcher(thread, answer, max_texts=10)
+    held = threading.Event()
+    thread.submit(held.wait, 10)
+    # With a turn for each item, those without a batch would pile up under overload.
+    waiting = [asyncio.ensure_future(batcher.run("a", 1, item + 100)) for item in range(30)]
+    await asyncio.sleep(0)
+    other = thread.submit(order.append, "other work")
+    work.go.set()
+    held.set()
+    await asyncio.gather(*waiting)
+    other.result(10)
+    assert thread.turns == len(work.calls) == 3
+    assert order == ["batch", "other work", "batch", "batch"]
+    assert await batcher.run("a", 1, 7) == 14, "the thread is asked again after a rest"
 
 
 async def test_large_items_do_not_starve_small_ones_and_do_not_share_a_batch() -> None:

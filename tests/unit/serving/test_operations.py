@@ -71,6 +71,7 @@ def test_the_config_is_one_that_serve_takes() -> None:
         ({"mode": "both"}, "mode"),
         ({"bundles": {}}, "no bundle"),
         ({"in_flight": 0}, "in_flight"),
+        ({"search_nice": 20}, "search_nice"),
         ({"recall_floor": 2}, "recall_floor"),
         ({"max_k": 5000}, "max_k"),
     ],

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import shutil
+import sys
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +24,7 @@ from served import ADMIN, TOKEN, Served, served
 from xmcray.retrieval.labels import remove_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
-from xmcray.serving import request_checks, security
+from xmcray.serving import request_checks, security, service
 from xmcray.serving.micro_batcher import MicroBatcher
 from xmcray.serving.schema import SearchRequest
 from xmcray.serving.search_batch import PendingSearch, find_hits
@@ -331,6 +333,28 @@ async def test_too_many_requests_and_too_little_time(
         one.service._batcher.run = run  # type: ignore[method-assign]
         assert (await one.ask("/v1/search", body | {"timeout_ms": 9000})).status_code == 200
         assert one.service.working == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+@pytest.mark.parametrize(("settings", "nice"), [({}, 10), ({"search_nice": 0}, 0)])
+async def test_searches_give_way_to_the_event_loop(
+    bundles: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, int],
+    nice: int,
+) -> None:
+    seen: list[int] = []
+
+    def noted(*arguments: Any) -> Any:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return find_hits(*arguments)
+
+    monkeypatch.setattr(service, "find_hits", noted)
+    async with served(tmp_path, {"a": bundles["texts"]}, **settings) as one:
+        assert (await one.search(["a"]))["results"]
+    loop_nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert seen == [min(19, loop_nice + nice)]
 
 
 async def test_allow_and_deny(bundles: dict[str, Path], tmp_path: Path) -> None:
