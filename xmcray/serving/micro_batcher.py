@@ -89,14 +89,16 @@ class MicroBatcher(Generic[Item, Result]):
 
     def _run_batch(self) -> None:
         """Answers one batch; other work of the thread comes before the next one."""
-        batch = self._take_batch()
-        if batch:
-            self._answer(batch)
-        with self._lock:
-            goes_on = bool(self._queue)
-            self._has_turn = goes_on
-        if goes_on:
-            self._thread.submit(self._run_batch)
+        try:
+            batch = self._take_batch()
+            if batch:
+                self._answer(batch)
+        finally:
+            with self._lock:
+                goes_on = bool(self._queue)
+                self._has_turn = goes_on
+            if goes_on:
+                self._thread.submit(self._run_batch)
 
     def _answer(self, batch: Sequence[_Entry[Item, Result]]) -> None:
         try:
