@@ -165,15 +165,19 @@ class FusedPredictor:
         return TopLabels.concatenate(tops, k)
 
     def explain(
-        self, neighbours: Neighbours, top: TopLabels, texts: Sequence[str] | None = None
+        self,
+        neighbours: Neighbours,
+        top: TopLabels,
+        num_ranked: int,
+        texts: Sequence[str] | None = None,
     ) -> AllReasons:
         """See `Predictor.explain`."""
         reasons: list[list[Reasons]] = []
         start = 0
-        for candidates in self.all_candidates(neighbours, top.width, None, texts):
+        for candidates in self.all_candidates(neighbours, num_ranked, None, texts):
             stop = start + len(candidates.labels)
             why = PartReasons(candidates, self.fusion.config, self.fusion.queries)
-            reasons += why.of(top.slice(start, stop))
+            reasons += why.of_answers(top.slice(start, stop))
             start = stop
         return reasons
 

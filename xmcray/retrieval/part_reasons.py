@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import numpy as np
 from xmcray.retrieval.answers import Reasons, named_voters
 from xmcray.retrieval.memory import RememberedQueries
 from xmcray.retrieval.parts import Candidates, PartsConfig, Votes, memory_shares, word_shares
-from xmcray.types import Float64Array, Int64Array, TopLabels, pairs_of
+from xmcray.types import Float64Array, Int64Array, TopLabels, find_sorted, pairs_of
 
 VoterWeights = dict[int, float]  # the weight of each voter's vote, by its row in the memory
 
@@ -20,10 +19,8 @@ VoterWeights = dict[int, float]  # the weight of each voter's vote, by its row i
 class PartReasons:
     """The reasons for answers that are among some candidates.
 
-    A place, below, is that of a candidate in the flat list of all pairs of query and label.
-
     Attributes:
-        candidates: of B queries.
+        candidates: pairs of query and label, ascending.
         config: weights and settings of the parts.
         queries: names of the training queries, or None if none vote.
     """
@@ -32,40 +29,39 @@ class PartReasons:
     config: PartsConfig
     queries: RememberedQueries | None
 
-    def of(self, top: TopLabels) -> list[list[Reasons]]:
+    def of_answers(self, top: TopLabels) -> list[list[Reasons]]:
         """The reasons for each answer; none for a missing one."""
-        place_BK = self._places(top)
-        answer_places = place_BK[place_BK >= 0].tolist()
-        reasons_at = self._reasons_at(answer_places)
+        pair_BK = self._pairs(top)
+        reasons_of_pair = self._reasons_of_pairs(pair_BK[pair_BK >= 0].tolist())
         all_reasons = []
-        for places in place_BK.tolist():
-            # A missing answer has place -1, and no reason.
-            reasons = [reasons_at.get(place, Reasons()) for place in places]
+        for pairs in pair_BK.tolist():
+            # A missing answer is no pair, and has no reason.
+            reasons = [reasons_of_pair.get(pair, Reasons()) for pair in pairs]
             all_reasons.append(reasons)
         return all_reasons
 
-    def _places(self, top: TopLabels) -> Int64Array:
-        """int64 [B, K], place of each answer; -1 for a missing one."""
+    def _pairs(self, top: TopLabels) -> Int64Array:
+        """int64 [B, K], which of the candidates each answer is; -1 for a missing one."""
         labels = self.candidates.labels
         num_ids = 1 + int(labels.values.max(initial=0))
         candidate_pairs = labels.pairs(num_ids)
         answer_pairs = pairs_of(top.ids, num_ids)
-        # A look-up, because candidates ascend by query and label, and every answer is one of them.
-        place_BK = np.searchsorted(candidate_pairs, answer_pairs)
-        return np.where(top.ids >= 0, place_BK, -1)
+        pair_BK, is_candidate_BK = find_sorted(candidate_pairs, answer_pairs)
+        is_answer_BK = top.ids >= 0
+        assert is_candidate_BK[is_answer_BK].all(), "an answer is no candidate"
+        return np.where(is_answer_BK, pair_BK, -1)
 
-    def _reasons_at(self, places: Sequence[int]) -> dict[int, Reasons]:
-        """The reasons for the candidates at some places."""
-        all_voters = self._voters()
-        voters_at = {place: all_voters.get(place, {}) for place in places}
-        names = self._names_of(voters_at.values())
+    def _reasons_of_pairs(self, pairs: Sequence[int]) -> dict[int, Reasons]:
+        """The reasons for some of the candidates."""
+        voters_of_pair = self._voters(pairs)
+        names = self._names_of(voters_of_pair.values())
         gains = self.candidates.gains(self.config)
-        reasons_at = {}
-        for place, voters in voters_at.items():
+        reasons_of_pair = {}
+        for pair, voters in voters_of_pair.items():
             voting_queries = named_voters(_by_weight(voters), names)
-            gain_of_part = {part: float(gain_P[place]) for part, gain_P in gains.items()}
-            reasons_at[place] = Reasons(voting_queries, gain_of_part)
-        return reasons_at
+            gain_of_part = {part: float(gain_P[pair]) for part, gain_P in gains.items()}
+            reasons_of_pair[pair] = Reasons(voting_queries, gain_of_part)
+        return reasons_of_pair
 
     def _names_of(self, voters: Iterable[VoterWeights]) -> Mapping[int, tuple[str, str]]:
         """Uid and text of the voters of several candidates, by row."""
@@ -77,37 +73,37 @@ class PartReasons:
             rows.update(weights)
         return self.queries.names(rows)
 
-    def _voters(self) -> Mapping[int, VoterWeights]:
-        """The voters of each candidate, by place; a query may vote by its vector and by its words."""
-        voters_at: defaultdict[int, VoterWeights] = defaultdict(dict)
+    def _voters(self, pairs: Sequence[int]) -> dict[int, VoterWeights]:
+        """The voters of some candidates; a query may vote by its vector and by its words."""
+        voters_of_pair: dict[int, VoterWeights] = {pair: {} for pair in pairs}
         for scores, member in zip(self.candidates.members, self.config.members, strict=True):
             shares_BK = memory_shares(scores.votes.voters, member, self.config.memory_keys)
-            _add_votes(voters_at, scores.votes, member.memory * shares_BK)
+            _add_votes(voters_of_pair, scores.votes, member.memory * shares_BK)
         word_votes = self.candidates.words
         shares_BK = word_shares(word_votes.voters, self.config)
-        _add_votes(voters_at, word_votes, self.config.words * shares_BK)
-        return voters_at
+        _add_votes(voters_of_pair, word_votes, self.config.words * shares_BK)
+        return voters_of_pair
 
 
 def _add_votes(
-    voters_at: defaultdict[int, VoterWeights], votes: Votes, weight_BK: Float64Array
+    voters_of_pair: Mapping[int, VoterWeights], votes: Votes, weight_BK: Float64Array
 ) -> None:
     """Adds the votes of one part to the weights of their voters.
 
     Args:
-        voters_at: voters by the place of the candidate; changes.
-        votes: of the part.
+        voters_of_pair: the voters of the candidates that are asked for; they change.
+        votes: what the part's voters gave to all candidates.
         weight_BK: float64, weight of each voter of B queries.
     """
     weight_E = votes.weights(weight_BK)
     row_E = votes.voters.ids[votes.query_E, votes.place_E]
     # Voters beyond those that count have no weight.
-    counts_E = weight_E > 0
-    places = votes.pair_E[counts_E].tolist()
-    rows = row_E[counts_E].tolist()
-    weights = weight_E[counts_E].tolist()
-    for place, row, weight in zip(places, rows, weights, strict=True):
-        voters = voters_at[place]
+    is_wanted_E = (weight_E > 0) & np.isin(votes.pair_E, list(voters_of_pair))
+    pairs = votes.pair_E[is_wanted_E].tolist()
+    rows = row_E[is_wanted_E].tolist()
+    weights = weight_E[is_wanted_E].tolist()
+    for pair, row, weight in zip(pairs, rows, weights, strict=True):
+        voters = voters_of_pair[pair]
         voters[row] = voters.get(row, 0.0) + weight
 
 

@@ -58,10 +58,19 @@ class Predictor(Protocol):
         """
 
     def explain(
-        self, neighbours: Neighbours, top: TopLabels, texts: Sequence[str] | None = None
+        self,
+        neighbours: Neighbours,
+        top: TopLabels,
+        num_ranked: int,
+        texts: Sequence[str] | None = None,
     ) -> AllReasons:
         """Why each label in `top` is an answer.
 
+        Args:
+            neighbours: what `find` found.
+            top: some of the labels that `rank` gave, in any order.
+            num_ranked: the k that `rank` had.
+            texts: as of `rank`.
         Raises:
             ConfigError: there is nothing to tell, because training queries do not vote.
         """
@@ -104,7 +113,11 @@ class LabelPredictor:
         return answers.first(k)
 
     def explain(
-        self, neighbours: Neighbours, top: TopLabels, texts: Sequence[str] | None = None
+        self,
+        neighbours: Neighbours,
+        top: TopLabels,
+        num_ranked: int,
+        texts: Sequence[str] | None = None,
     ) -> AllReasons:
         """See `Predictor.explain`."""
         raise no_memory()
@@ -168,7 +181,11 @@ class MemoryPredictor:
         return TopLabels.concatenate(tops, k)
 
     def explain(
-        self, neighbours: Neighbours, top: TopLabels, texts: Sequence[str] | None = None
+        self,
+        neighbours: Neighbours,
+        top: TopLabels,
+        num_ranked: int,
+        texts: Sequence[str] | None = None,
     ) -> AllReasons:
         """See `Predictor.explain`."""
         query_weight_BK, _ = key_weights(neighbours, self.config)

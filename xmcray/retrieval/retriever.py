@@ -359,12 +359,13 @@ class Retriever:
         `pair_scores` are those of `pairs_to_read`, if another process has read them.
         """
         predictor = self.predictor(memory)
-        top = predictor.rank(neighbours, self.num_ranked(k), texts=texts)
+        num_ranked = self.num_ranked(k)
+        top = predictor.rank(neighbours, num_ranked, texts=texts)
         top = self._with_probabilities(top, neighbours, memory)
         top = self._reranked(top, k, texts, pair_scores)
         if min_probability is not None:
             top = top.at_least(min_probability)
-        reasons = predictor.explain(neighbours, top, texts) if explain else None
+        reasons = predictor.explain(neighbours, top, num_ranked, texts) if explain else None
         return named_answers(top, self.labels, reasons)
 
     def pairs_to_read(

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from numpy.testing import assert_allclose, assert_array_equal
 from xmcray.data.corpus import Corpus
 from xmcray.errors import BundleError, ConfigError, DataError, StorageError
 from xmcray.evaluation.evaluate import compare
+from xmcray.nn.cross_encoder import CrossEncoder
+from xmcray.retrieval import candidates, fused
 from xmcray.retrieval import retriever as retrievers
 from xmcray.retrieval.bundle import KIND, read_settings
 from xmcray.retrieval.labels import NewLabel, add_labels, load_label_sides, with_labels
 from xmcray.retrieval.parts import Candidates, MemberConfig, MemberScores, PartsConfig, Votes
+from xmcray.retrieval.reranker import RerankConfig, Reranker
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.terms import words
 from xmcray.retrieval.vector_export import export_vectors
@@ -30,7 +34,7 @@ from xmcray.storage.manifest import finish_manifest, read_manifest
 from xmcray.training.fuse import fuse, write_parts
 from xmcray.training.outcome import measure_bundle
 from xmcray.training.part_weights import WeightSearch
-from xmcray.types import Ragged, TopLabels
+from xmcray.types import Float32Array, Ragged, TopLabels
 
 NUM_LABELS = 47
 FIRST = MemberConfig(
@@ -252,6 +256,38 @@ def test_an_answer_says_how_much_each_part_gave(retriever: Retriever, texts: lis
 
     unexplained = retriever.search(texts, 1)
     assert unexplained[0][0].parts is None
+
+
+class ReversedOrder(CrossEncoder):
+    """Prefers the answers that a bundle puts last."""
+
+    def __init__(self) -> None:
+        """Reads no model."""
+
+    def score(self, pairs: Sequence[tuple[str, str]]) -> Float32Array:
+        return np.arange(len(pairs), dtype=np.float32)
+
+
+def test_what_a_reranker_moved_to_the_front_is_explained(
+    retriever: Retriever,
+    texts: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Words propose two labels of their own accord, and more for the reranker.
+    monkeypatch.setattr(candidates, "DEPTH", 2)
+    monkeypatch.setattr(fused, "DEPTH", 2)
+    config = RerankConfig(candidates=12)
+    reordered = dataclasses.replace(retriever, reranker=Reranker(ReversedOrder(), config))
+
+    for text in texts:
+        (plain,) = retriever.search([text], 12)
+        score_of_uid = {label.uid: label.score for label in plain}
+
+        (answers,) = reordered.search([text], 2, explain=True)
+
+        for answer in answers:
+            assert answer.parts is not None
+            assert sum(answer.parts.values()) == pytest.approx(score_of_uid[answer.uid], abs=1e-5)
 
 
 def test_answers_do_not_depend_on_the_batch(
