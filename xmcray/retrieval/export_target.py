@@ -104,8 +104,15 @@ class ExportTarget:
                 yield file, block
                 rows_in_file += len(block)
 
-    def write_text(self, name: str, template: str) -> None:
-        """Writes a small file, with the width of the vectors in place of DIM."""
+    def write_text(self, name: str, text: str) -> None:
+        """Writes a small file."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(template.replace("DIM", str(self.dim)), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
+
+    def filled(self, template: str) -> str:
+        """A template with the width of the vectors in place of DIM.
+
+        Names of attributes come in afterwards, as they may contain DIM themselves.
+        """
+        return template.replace("DIM", str(self.dim))

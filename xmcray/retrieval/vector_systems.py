@@ -22,17 +22,13 @@ from xmcray.errors import BundleError
 from xmcray.retrieval import vector_readme
 from xmcray.retrieval.export_target import ExportTarget
 
-# At most so much in one request. By default Qdrant takes 32 MB.
-POINTS = 128
-LINE_BYTES = 8 << 20
+# At most so much in one request of Qdrant or Weaviate. By default Qdrant takes 32 MB.
+REQUEST_ITEMS = 128
+REQUEST_BYTES = 8 << 20
 MAX_VARCHAR = 65_535  # bytes of a string in Milvus
 
 
 # Systems that read Parquet files.
-
-
-def _parquet(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
-    target.write_tables(blocks)
 
 
 def _lancedb(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
@@ -55,7 +51,7 @@ def _with_vectors(block: pa.Table, vectors: pa.Array) -> pa.Table:
 def _milvus(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
     target.write_tables(_milvus_tables(target, blocks))
     field = vector_readme.MILVUS_ATTRIBUTES if target.attributes else ""
-    collection = vector_readme.MILVUS_COLLECTION.replace("ATTRIBUTES", field)
+    collection = target.filled(vector_readme.MILVUS_COLLECTION).replace("ATTRIBUTES", field)
     target.write_text("collection.json", collection)
     # Milvus imports a list of groups of files; each file is a group of its own.
     paths = sorted(target.folder.glob("*.parquet"))
@@ -73,7 +69,7 @@ def _milvus_tables(target: ExportTarget, blocks: Iterable[pa.Table]) -> Iterator
     num_cut = 0
     for block in blocks:
         # A uid that is cut could be that of another label, so only texts are cut.
-        if _num_too_long(block["uid"]):
+        if _num_too_long(block["uid"]) > 0:
             raise BundleError(
                 f"a uid has more than {MAX_VARCHAR:,} bytes, the most in Milvus; choose another system"
             )
@@ -91,6 +87,7 @@ def _milvus_tables(target: ExportTarget, blocks: Iterable[pa.Table]) -> Iterator
             objects = [_compact_json(_present(attributes)) for attributes in rows]
             columns["attributes"] = pa.array(objects, pa.string())
         yield pa.table(columns)
+    # All blocks are written by now, and the README follows.
     if num_cut:
         target.notes.append(
             f"{num_cut:,} texts were cut to {MAX_VARCHAR:,} bytes, the most that a VarChar of Milvus holds."
@@ -115,7 +112,7 @@ def _cut(text: str) -> str:
 
 
 def _qdrant(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
-    target.write_text("collection.json", vector_readme.QDRANT_COLLECTION)
+    target.write_text("collection.json", target.filled(vector_readme.QDRANT_COLLECTION))
     target.write_lines("points-{}.jsonl", blocks, _qdrant_upserts)
 
 
@@ -132,6 +129,16 @@ def _qdrant_points(block: pa.Table) -> Iterator[str]:
         label_id = label["label_id"]
         vector = label["vector"]
         yield f'{{"id":{label_id},"vector":{vector},"payload":{_compact_json(payload)}}}'
+
+
+# By the type of an attribute in Arrow.
+_WEAVIATE_TYPES = {
+    "string": "text",
+    "large_string": "text",
+    "bool": "boolean",
+    "int64": "int",
+    "double": "number",
+}
 
 
 def _weaviate(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
@@ -156,16 +163,6 @@ def _weaviate(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
     target.write_lines("objects-{}.jsonl", blocks, to_lines)
 
 
-# By the type of an attribute in Arrow.
-_WEAVIATE_TYPES = {
-    "string": "text",
-    "large_string": "text",
-    "bool": "boolean",
-    "int64": "int",
-    "double": "number",
-}
-
-
 def _weaviate_batches(field_names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
     """Bodies of requests that add objects."""
     return _request_bodies("objects", _weaviate_objects(field_names, block))
@@ -185,19 +182,6 @@ def _weaviate_objects(field_names: Mapping[str, str], block: pa.Table) -> Iterat
         yield _with_field(_compact_json(weaviate_object), "vector", label["vector"])
 
 
-def _vespa(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
-    field_names = _field_names(target.attributes)
-    attribute_fields = ""
-    for attribute in target.attributes or ():
-        field_type = _VESPA_TYPES[str(attribute.type)]
-        attribute_fields += vector_readme.vespa_field(field_names[attribute.name], field_type)
-    schema = vector_readme.VESPA_SCHEMA.replace("ATTRIBUTES", attribute_fields)
-    target.write_text("application/schemas/label.sd", schema)
-    target.write_text("application/services.xml", vector_readme.VESPA_SERVICES)
-    to_lines = functools.partial(_vespa_puts, field_names)
-    target.write_lines("documents-{}.jsonl", blocks, to_lines)
-
-
 # By the type of an attribute in Arrow.
 _VESPA_TYPES = {
     "string": "string",
@@ -206,6 +190,19 @@ _VESPA_TYPES = {
     "int64": "long",
     "double": "double",
 }
+
+
+def _vespa(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
+    field_names = _field_names(target.attributes)
+    attribute_fields = ""
+    for attribute in target.attributes or ():
+        field_type = _VESPA_TYPES[str(attribute.type)]
+        attribute_fields += vector_readme.vespa_field(field_names[attribute.name], field_type)
+    schema = target.filled(vector_readme.VESPA_SCHEMA).replace("ATTRIBUTES", attribute_fields)
+    target.write_text("application/schemas/label.sd", schema)
+    target.write_text("application/services.xml", vector_readme.VESPA_SERVICES)
+    to_lines = functools.partial(_vespa_puts, field_names)
+    target.write_lines("documents-{}.jsonl", blocks, to_lines)
 
 
 def _plane_end(plane: int) -> str:
@@ -217,9 +214,9 @@ def _plane_end(plane: int) -> str:
 # Vespa accepts some code points nowhere (com.yahoo.text.Text): most control characters, a range
 # that Unicode reserves, and the ends of the planes 1 to 16.
 _PLANE_ENDS = "".join(_plane_end(plane) for plane in range(1, 17))
-_NO_TEXT = re.compile(f"[\0-\b\v\f\x0e-\x1f\ufdd0-\ufddf{_PLANE_ENDS}]")
+_NOT_IN_TEXT = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\ufdd0-\ufddf{_PLANE_ENDS}]")
 # In a document id they are percent-encoded, and so is the percent sign itself.
-_NO_ID = re.compile(f"{_NO_TEXT.pattern}|%")
+_ESCAPED_IN_ID = re.compile(f"{_NOT_IN_TEXT.pattern}|%")
 
 
 def _vespa_puts(field_names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
@@ -228,10 +225,10 @@ def _vespa_puts(field_names: Mapping[str, str], block: pa.Table) -> Iterator[str
         fields = _fields(label, field_names)
         for name, value in fields.items():
             if isinstance(value, str):
-                fields[name] = _NO_TEXT.sub(" ", value)
+                fields[name] = _NOT_IN_TEXT.sub(" ", value)
         tensor = f'{{"values":{label["vector"]}}}'
         all_fields = _with_field(_compact_json(fields), "vector", tensor)
-        uid = _NO_ID.sub(_percent_encoded, label["uid"])
+        uid = _ESCAPED_IN_ID.sub(_percent_encoded, label["uid"])
         document_id = _compact_json(f"id:xmcray:label::{uid}")
         yield f'{{"put":{document_id},"fields":{all_fields}}}'
 
@@ -291,12 +288,12 @@ def _request_bodies(name: str, items: Iterable[str]) -> Iterator[str]:
 
     Args:
         name: the field of the body that lists the items.
-        items: JSON of each item.
+        items: JSON of each item, in ASCII, so that a character is a byte.
     """
     batch: list[str] = []
     size = 0
     for item in items:
-        is_full = len(batch) == POINTS or size + len(item) > LINE_BYTES
+        is_full = len(batch) == REQUEST_ITEMS or size + len(item) > REQUEST_BYTES
         if batch and is_full:
             yield _request_body(name, batch)
             batch = []
@@ -326,7 +323,7 @@ def _indented_json(value: object) -> str:
 
 
 SYSTEMS: Mapping[str, Callable[[ExportTarget, Iterable[pa.Table]], None]] = {
-    "parquet": _parquet,
+    "parquet": ExportTarget.write_tables,
     "qdrant": _qdrant,
     "milvus": _milvus,
     "vespa": _vespa,

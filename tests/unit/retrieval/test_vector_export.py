@@ -47,7 +47,7 @@ ODD = {
 ATTRIBUTES = {
     "a price": 2.5,
     "a_price": True,
-    "lang": "d\x07e",
+    "DIM": "d\x07e",
     "year": 1999,
 }
 UIDS = [f"u{number}" for number in range(LABELS)]
@@ -173,7 +173,7 @@ def test_qdrant_finds_the_same(
 ) -> None:
     import qdrant_client  # here, because it is slow to import
 
-    monkeypatch.setattr(vector_systems, "POINTS", 40)
+    monkeypatch.setattr(vector_systems, "REQUEST_ITEMS", 40)
     out = tmp_path / "out"
 
     export_vectors(bundle, out, "qdrant")
@@ -235,7 +235,7 @@ def test_weaviate_objects(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vector_systems, "POINTS", 40)
+    monkeypatch.setattr(vector_systems, "REQUEST_ITEMS", 40)
     out = tmp_path / "out"
 
     export_vectors(bundle, out, "weaviate")
@@ -267,7 +267,7 @@ def test_weaviate_objects(
     expected = {
         "attribute_a_price": ("number", 2.5),
         "attribute_a_price_": ("boolean", True),
-        "attribute_lang": ("text", "d\x07e"),
+        "attribute_DIM": ("text", "d\x07e"),
         "attribute_year": ("int", 1999),
     }
     joined = by_label[LABELS]["properties"]
@@ -310,7 +310,7 @@ def test_vespa_puts(bundle: Path, tmp_path: Path) -> None:
     expected = {
         "attribute_a_price": ("double", 2.5),
         "attribute_a_price_": ("bool", True),
-        "attribute_lang": ("string", "d e"),
+        "attribute_DIM": ("string", "d e"),
         "attribute_year": ("long", 1999),
     }
     joined = by_label[LABELS]["fields"]
