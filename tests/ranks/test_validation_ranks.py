@@ -39,10 +39,16 @@ def rows_of(ids: list[Any]) -> Ragged:
     return Ragged.from_rows([np.sort(np.asarray(row, np.int64)) for row in ids])
 
 
-def validated_on_rank(name: str, block: tuple[int, int]) -> dict[str, float]:
-    """The golden scores as rows of the classifier, in an order of labels that is not the source's."""
+def golden(name: str) -> dict[str, Any]:
     with np.load(ORACLE / f"metrics_{name}.npz", allow_pickle=False) as file:
-        g = {key: file[key] for key in file.files}
+        return {key: file[key] for key in file.files}
+
+
+def validated_on_rank(
+    name: str, block: tuple[int, int], removed: tuple[int, ...] = ()
+) -> dict[str, float]:
+    """The golden scores as rows of the classifier, in an order of labels that is not the source's."""
+    g = golden(name)
     num_queries, num_labels = g["truth"].shape
     order = np.random.default_rng(0).permutation(num_labels)
     rank_of = np.argsort(order)
@@ -61,6 +67,8 @@ def validated_on_rank(name: str, block: tuple[int, int]) -> dict[str, float]:
         label_order=order,
         train_counts=g["train_counts"],
         split=lambda _: SimpleNamespace(positives=truth.take),
+        removed_labels=np.array(removed, np.int64),
+        answerable=lambda labels: labels.where(~np.isin(labels.values, removed)),
     )
     data: Any = SimpleNamespace(
         corpus=corpus,
@@ -85,3 +93,26 @@ def test_validation_is_golden(name: str, num_ranks: int) -> None:
         assert found.keys() == set(validation._METRICS)
         for key, value in found.items():
             assert value == pytest.approx(expected[key], rel=1e-9), key
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_removed_labels_are_neither_answers_nor_positives(num_ranks: int) -> None:
+    """As if they had no positives, and the lowest scores of all."""
+    g = golden("default")
+    answers = np.argsort(-g["scores"], axis=1)
+    # Those that are answered first most often.
+    often = np.bincount(answers[:, 0], minlength=g["scores"].shape[1])
+    removed = tuple(np.argsort(-often)[:5].tolist())
+    scores = g["scores"].copy()
+    scores[g["filter_pairs"][:, 0], g["filter_pairs"][:, 1]] = -np.inf
+    scores[:, removed] = -np.inf
+    truth = g["truth"].copy()
+    truth[g["filter_pairs"][:, 0], g["filter_pairs"][:, 1]] = 0
+    truth[:, removed] = 0
+    best = np.argsort(-scores, axis=1, kind="stable")
+    has_positive = truth.any(axis=1)
+    hits_at_1 = truth[np.arange(len(truth)), best[:, 0]]
+    expected = hits_at_1[has_positive].mean()
+
+    for found in on_ranks(validated_on_rank, num_ranks, "default", (7, 32), removed):
+        assert found["P@1"] == pytest.approx(expected)

@@ -28,7 +28,10 @@ def validate(
     data: TrainingData,
     partition: LabelPartition,
 ) -> dict[str, float]:
-    """Metrics on `data.validation_rows`; collective, the same result on every rank."""
+    """Metrics on `data.validation_rows`; collective, the same result on every rank.
+
+    As in an evaluation of a bundle, labels that were removed are neither answers nor positives.
+    """
     label_SD = method.answer_rows()
     rows = data.validation_rows
     start, stop = share(len(rows), partition.rank, partition.num_ranks)
@@ -36,21 +39,26 @@ def validate(
     tokens = data.tokens(rows[start:stop])
     query_BD = encode_queries(encoder, method, tokens)
     query_GD = torch.cat(collectives.gather_ragged(query_BD))
-    queries = query_GD.float().cpu().numpy()
     source_ids_S = data.corpus.label_order[partition.start : partition.stop]
-    excluded = _own_labels(data.excluded(rows), partition)
-    own_best = exact_search(label_SD, queries, _K, source_ids_S, excluded)
+    was_removed_S = np.isin(source_ids_S, data.corpus.removed_labels)
+    own_best = exact_search(
+        label_SD,
+        query_GD.float().cpu().numpy(),
+        _K,
+        ids=np.where(was_removed_S, -1, source_ids_S),
+        hidden=_to_local_lists(data.excluded(rows), partition),
+    )
     best = _best_of_all_ranks(own_best)
 
     # From here on every rank has all answers and computes the same numbers.
     metrics = Metrics.of_corpus(data.corpus)
     positives = data.corpus.split("train").positives(rows)
-    metrics.update(best, positives)
+    metrics.update(best, data.corpus.answerable(positives))
     values = metrics.result()
-    return {name: float(values[name]) for name in _METRICS if name in values}
+    return {name: float(values[name]) for name in _METRICS}
 
 
-def _own_labels(lists: Ragged, partition: LabelPartition) -> Ragged:
+def _to_local_lists(lists: Ragged, partition: LabelPartition) -> Ragged:
     """Each list without the labels of other ranks, as local ids."""
     own_lists = lists.where(partition.owns(lists.values))
     return Ragged(partition.to_local(own_lists.values), own_lists.offsets)
@@ -58,8 +66,8 @@ def _own_labels(lists: Ragged, partition: LabelPartition) -> Ragged:
 
 def _best_of_all_ranks(own_best: TopLabels) -> TopLabels:
     """The K best answers of all ranks; of equal scores the lower source id comes first."""
-    ids = _gather_columns(own_best.ids)
-    scores = _gather_columns(own_best.scores)
+    ids = _side_by_side(own_best.ids)
+    scores = _side_by_side(own_best.scores)
     # The last key of lexsort counts most: columns go by falling score, then by rising id.
     order = np.lexsort((ids, -scores))
     best = order[:, :_K]
@@ -68,10 +76,8 @@ def _best_of_all_ranks(own_best: TopLabels) -> TopLabels:
     return TopLabels(best_ids, best_scores)
 
 
-def _gather_columns(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The columns of all ranks, side by side; collective."""
+def _side_by_side(own_BK: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The columns of all ranks; collective."""
     device = "cuda" if collectives.on_gpu() else "cpu"
-    own = torch.from_numpy(array).to(device)
-    gathered = collectives.gather_ragged(own)
-    columns = [part.cpu().numpy() for part in gathered]
-    return np.concatenate(columns, axis=1)
+    of_ranks = collectives.gather_equal(torch.from_numpy(own_BK).to(device))
+    return np.concatenate(of_ranks.cpu().numpy(), axis=1)
