@@ -15,7 +15,7 @@ from xmcray.storage.whole_files import write_text
 from xmcray.tuning.study import METRICS
 
 Result = Mapping[str, Any]  # the content of results.json
-BASELINE_NOTE = (
+_BASELINE_NOTE = (
     "The TF-IDF memory is the simple baseline: the labels of the ten training queries whose words and"
     " pairs of words are most similar. It trains nothing. A linear classifier (one-vs-rest) is not"
     " trained here."
@@ -47,10 +47,10 @@ def write_page(path: Path, corpus: Corpus, result: Result) -> None:
         corpus: of the study.
         result: content of results.json.
     """
-    tables = [_parts(result), _trials(result), _more_time(result)]
+    tables = [_parts_table(result), _trials_table(result), _more_time_table(result)]
     test = result["test"]
     if test is not None:
-        tables = [_test(test), _comparisons(test), *tables]
+        tables = [_test_split_table(test), _comparison_table(test), *tables]
     page = render(
         "auto_report.html.j2",
         title=f"Automatic choice on {corpus.card.name}",
@@ -71,21 +71,21 @@ def _subtitle(corpus: Corpus, result: Result) -> str:
         f"{card.num_train:,} training queries, {card.num_labels:,} labels.",
         f"Best: {members or 'words alone'}, fused.",
         f"{num_finished} of {len(states)} trials trained to the end.",
-        f"{spent_min:.1f} of {budget_min:.1f} minutes spent on {result['cores']} cores",
-        f"(load {result['load']:.1f} at the end; whatever else ran took a part of the time).",
+        f"{spent_min:.1f} of {budget_min:.1f} minutes spent on {result['cores']} cores"
+        f" (load {result['load']:.1f} at the end; whatever else ran took a part of the time).",
         f"xmcray {__version__}.",
     ]
     return " ".join(sentences)
 
 
-def _test(test: Mapping[str, Any]) -> _Table:
+def _test_split_table(test: Mapping[str, Any]) -> _Table:
     rows = []
     for result in test["results"]:
         measured = [_with_interval(result, metric) for metric in METRICS]
         calibration_error = percent(result.get("ECE@5"))
         rows.append([result["name"], *measured, calibration_error])
     columns = ["", *METRICS, "ECE@5"]
-    note = f"{test['queries']:,} queries, 95 % bootstrap intervals. {BASELINE_NOTE}"
+    note = f"{test['queries']:,} queries, 95 % bootstrap intervals. {_BASELINE_NOTE}"
     return _Table("On the test split, in percent", columns, rows, note)
 
 
@@ -94,7 +94,7 @@ def _with_interval(result: Mapping[str, Any], metric: str) -> str:
     return f"{percent(result[metric])} [{percent(low)}, {percent(high)}]"
 
 
-def _comparisons(test: Mapping[str, Any]) -> _Table:
+def _comparison_table(test: Mapping[str, Any]) -> _Table:
     rows = []
     for comparison in test["comparisons"]:
         low = _points(comparison["low"])
@@ -107,18 +107,18 @@ def _comparisons(test: Mapping[str, Any]) -> _Table:
             _p_value(comparison),
         ]
         rows.append(cells)
-    columns = ["bundle less", "metric", "points", "95 % interval", "p"]
+    columns = ["bundle minus", "metric", "points", "95 % interval", "p"]
     note = "Paired tests over queries. The test split has decided nothing."
     return _Table("By how much", columns, rows, note)
 
 
-def _parts(result: Result) -> _Table:
+def _parts_table(result: Result) -> _Table:
     choice = result["choice"]
     rows = []
-    for test in choice["tests"]:
-        weight = f"{test['weight']:g}"
-        metrics_without = _percents(test["without"])
-        rows.append([test["part"], weight, *metrics_without, _p_value(test)])
+    for part in choice["tests"]:
+        weight = f"{part['weight']:g}"
+        metrics_without = _percents(part["without"])
+        rows.append([part["part"], weight, *metrics_without, _p_value(part)])
     without = [f"{metric} without" for metric in METRICS]
     columns = ["part", "weight", *without, "p"]
     metrics = " / ".join(_percents(choice["metrics"]))
@@ -134,9 +134,9 @@ def _percents(metrics: Mapping[str, float]) -> list[str]:
     return [percent(metrics[metric]) for metric in METRICS]
 
 
-def _trials(result: Result) -> _Table:
+def _trials_table(result: Result) -> _Table:
     rows = []
-    for trial in sorted(result["trials"], key=_descending_score):
+    for trial in sorted(result["trials"], key=_score, reverse=True):
         epochs_done = 0
         if trial["curve"]:
             epochs_done, _ = trial["curve"][-1]
@@ -158,8 +158,8 @@ def _trials(result: Result) -> _Table:
     return _Table("What was tried", columns, rows, note)
 
 
-def _descending_score(trial: Mapping[str, Any]) -> float:
-    return -(trial["score"] or 0.0)
+def _score(trial: Mapping[str, Any]) -> float:
+    return trial["score"] or 0.0
 
 
 def _state(trial: Mapping[str, Any]) -> str:
@@ -173,15 +173,12 @@ def _state(trial: Mapping[str, Any]) -> str:
     return f"{state}: {message}"
 
 
-def _more_time(result: Result) -> _Table:
-    rows = []
-    for trial in result["trials"]:
-        state = trial["state"]
-        message = trial["message"]
-        # The search stopped such a trial because the rest would have taken too long.
-        is_slow = state == "stopped" and message.startswith("it needs")
-        if is_slow or state == "unfinished":
-            rows.append(_candidate_cells(trial, message or "was not done in time"))
+def _more_time_table(result: Result) -> _Table:
+    rows = [
+        _candidate_cells(trial, "was not done in time")
+        for trial in result["trials"]
+        if trial["state"] == "unfinished"
+    ]
     for candidate in result["left_out"]:
         reason = candidate["reason"]
         rows.append(_candidate_cells(candidate, reason))
@@ -194,8 +191,8 @@ def _candidate_cells(candidate: Mapping[str, Any], reason: str) -> list[str]:
     return [candidate["method"], candidate["preset"], candidate["encoder"], reason]
 
 
-def _p_value(test: Mapping[str, Any]) -> str:
-    return f"{test['p_value']:.4f}"
+def _p_value(comparison: Mapping[str, Any]) -> str:
+    return f"{comparison['p_value']:.4f}"
 
 
 def _points(difference: float) -> str:

@@ -159,17 +159,14 @@ class CandidateSearch:
             sweep.end(number, "stopped", "behind after a third of the epochs")
         elif is_finished(attempt.run_path):
             sweep.end(number, "finished")
-        elif pacer.reason == "too slow":
-            needed_s = pacer.epoch_s * pacer.epochs
-            if not self._has_finished(attempt):
-                self._shorten(attempt, pacer.epoch_s)
-            sweep.end(number, "stopped", f"it needs about {minutes(needed_s)}")
+        elif pacer.reason == "too slow" and not self._has_finished(attempt):
+            self._shorten(attempt, pacer.epoch_s)
         self._remove_checkpoints(attempt.candidate.method)
 
     def _remove_checkpoints(self, method: str) -> None:
         """Removes the checkpoints of trials that nothing will be made of.
 
-        What the end of the time has stopped stays unfinished: more time continues it.
+        What was out of time or too slow stays unfinished: a larger budget continues it.
         """
         best = [attempt.name for attempt in self.study.best_of_methods()]
         for attempt in self.study.attempts(method):

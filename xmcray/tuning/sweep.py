@@ -110,7 +110,7 @@ class Trial:
         number: its place in the sweep.
         values: of the searched settings, by dotted name.
         state: how it ended.
-        message: why it failed.
+        message: why it failed or was stopped.
         curve: (epochs done, metric) of each validation.
         steps: of training, all restarts together.
     """

@@ -211,6 +211,11 @@ def test_a_training_that_is_too_slow_is_tried_with_fewer_epochs_again_and_again(
         run_auto(corpus, tmp_path / "study")
     assert epochs == [4, 2, 1]
 
+    # More time continues all of them.
+    with pytest.raises(RunError, match="no training was finished"):
+        run_auto(corpus, tmp_path / "study", budget_s=1200)
+    assert epochs == [4, 2, 1, 4, 2, 1]
+
 
 def test_presets_of_about_the_size_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, (num_labels, num_train) in portfolio.SET_SIZES.items():
