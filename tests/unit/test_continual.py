@@ -63,6 +63,20 @@ def test_an_append_that_was_killed_leaves_nothing_and_is_done_again(
     assert again.sha256 == Corpus.open(folder / "second").sha256
 
 
+def test_labels_are_removed_whether_they_are_old_or_new(folder: Path, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    shutil.copytree(folder / "new", raw)
+    # The first corpus has 15 labels, and no corpus has the last one.
+    uids = ["label3", "label20", "label99"]
+    lines = [json.dumps({"uid": uid}) for uid in uids]
+    (raw / "removed_labels.jsonl").write_text("\n".join(lines))
+
+    grown = appended(Corpus.open(folder / "first"), raw, tmp_path / "grown")
+
+    removed_uids = grown.label_uids(grown.removed_labels)
+    assert removed_uids == ["label3", "label20"]
+
+
 @pytest.mark.parametrize("line", ['{"uid": ', '["label1"]', "{}"])
 def test_removed_labels_that_cannot_be_read_are_one_line(
     folder: Path, tmp_path: Path, line: str

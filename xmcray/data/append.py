@@ -44,7 +44,7 @@ _COUNTED_ANEW = ("labels: never seen", "labels: seen only in test", *COUNTED)
 class AppendedFiles(RawFiles):
     """Reads the rows of unfinished shards of a corpus, then the new raw files.
 
-    What it inherits says where the corpus came from: its card keeps that.
+    Format and path are those of the corpus, whose card keeps them; `splits` are those of the new files.
 
     Attributes:
         new: the new raw files.
@@ -57,6 +57,11 @@ class AppendedFiles(RawFiles):
     corpus: Path
     card: Card
     label_ids: Int64Array
+
+    @property
+    def num_labels(self) -> int:
+        """Labels of the corpus and new ones, which have the ids after those of the corpus."""
+        return max(self.card.num_labels, int(self.label_ids.max()) + 1)
 
     @property
     def appended_splits(self) -> tuple[str, ...]:
@@ -257,7 +262,7 @@ def _labels_by_id(corpus: Corpus) -> Iterator[tuple[int, str]]:
 
 
 def settings_of(card: Card, on_error: Literal["fail", "skip"]) -> PrepareConfig:
-    """The settings that a corpus was prepared with."""
+    """The settings that a corpus was prepared with; prompts are those of its tokenizer."""
     return PrepareConfig(
         max_len=card.max_len,
         label_max_len=card.label_max_len,
@@ -272,11 +277,14 @@ def settings_of(card: Card, on_error: Literal["fail", "skip"]) -> PrepareConfig:
 
 
 def changed_files(names: Iterable[str], source: AppendedFiles, config: PrepareConfig) -> set[str]:
-    """Names of the files of the corpus that cannot be linked: all but those of full shards."""
-    return {name for name in names if _changes(name, source, config)}
+    """Names of the files of the corpus that cannot be linked.
+
+    Linked are full shards, and all of a split that gets no rows.
+    """
+    return {name for name in names if _is_changed(name, source, config)}
 
 
-def _changes(name: str, source: AppendedFiles, config: PrepareConfig) -> bool:
+def _is_changed(name: str, source: AppendedFiles, config: PrepareConfig) -> bool:
     """Whether a file of the corpus will have another content."""
     split, _, file_name = name.partition("/")
     if split not in _SPLITS:
@@ -303,7 +311,7 @@ def continued_writer(
         config: settings of the corpus.
     """
     card = corpus.card
-    removed_ids = _removed_labels(corpus, source.new)
+    removed_ids = _removed_labels(corpus, source)
     if len(removed_ids):
         np.save(folder / REMOVED, removed_ids)
     writer = CorpusWriter(folder, source, config, card.name, card.licence)
@@ -311,8 +319,6 @@ def continued_writer(
     for reason in _COUNTED_ANEW:
         writer.odd.pop(reason, None)
     writer.earlier_rejected = rejected_rows(corpus.path, card)
-    # New labels have the ids after those of the corpus; there may be none.
-    num_labels = max(card.num_labels, int(source.label_ids.max()) + 1)
     for name in _SPLITS:
         old = Split(corpus.path, name, card)
         if name in source.appended_splits:
@@ -323,7 +329,7 @@ def continued_writer(
         for rows in id_blocks(num_kept):
             writer.keys.add(keys_by_name(name, old.texts(rows)))
         if name != "labels" and len(old):
-            writer.counts[name] = _positives_by_label(old, num_kept, num_labels)
+            writer.counts[name] = _positives_by_label(old, num_kept, source.num_labels)
             writer.filters[name] = [_filter_pairs(corpus.path, name)]
     return writer
 
@@ -350,9 +356,9 @@ def _continue_split(writer: CorpusWriter, source: AppendedFiles, old: Split) -> 
     writer.num_tokens[name] = num_tokens - num_packed_again
 
 
-def _removed_labels(corpus: Corpus, new: RawFiles) -> Int64Array:
+def _removed_labels(corpus: Corpus, source: AppendedFiles) -> Int64Array:
     """Source ids of the removed labels: those of the corpus, and those that new files name."""
-    path = new.path / REMOVED_UIDS
+    path = source.new.path / REMOVED_UIDS
     if not path.is_file():
         return corpus.removed_labels
     with readable(f"{path} cannot be read", 'write {"uid": ...} a line', DataError):
@@ -365,7 +371,11 @@ def _removed_labels(corpus: Corpus, new: RawFiles) -> Int64Array:
     for source_id, uid in _labels_by_id(corpus):
         if uid in removed_uids:
             removed_ids.add(source_id)
-    if len(removed_ids) == corpus.card.num_labels:
+    # A label may join and be removed at once. Malformed rows were judged by `match_labels`.
+    for label in source.new.labels(Rejects(skip=True)):
+        if label.uid in removed_uids:
+            removed_ids.add(int(source.label_ids[label.row]))
+    if len(removed_ids) == source.num_labels:
         raise DataError(f"{path} names all labels of {corpus.path}, expected some to be left")
     return np.array(sorted(removed_ids), np.int64)
 
@@ -375,6 +385,7 @@ def _odd_rows(split: Split, rows: Int64Array) -> Counter[str]:
     odd: Counter[str] = Counter()
     odd[f"{split.name}: no text"] = sum(not text.strip() for text in split.texts(rows))
     if split.name != "labels":
+        # Filter pairs were taken from the positives before the corpus counted them.
         num_positives = split.positives(rows).lengths
         odd[f"{split.name}: no positives"] = int((num_positives == 0).sum())
     return odd
@@ -421,11 +432,7 @@ def rejected_rows(folder: Path, card: Card) -> Iterator[tuple[str, BadRow]]:
 
 
 def _rejected_row(line: str) -> tuple[str, BadRow]:
-    """Split and reason of a row that was left out, from its line.
-
-    Raises:
-        KeyError, TypeError, ValueError, RecursionError: the line is malformed.
-    """
+    """Split and reason of a row that was left out, from its line; any error if that is malformed."""
     record = json.loads(line)
     split = record.pop("split")
     bad = BadRow(**record)

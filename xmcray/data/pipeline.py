@@ -158,6 +158,8 @@ def append(
     label_ids = match_labels(corpus, new, on_error == "skip")
     source = appended_files(corpus, new, label_ids)
     about = {**manifest.about, "appended": new.path.absolute().name, "appended_to": manifest.sha256}
+    # Rows that are appended stay, also if earlier ones were left out.
+    about["on_leak"] = config.on_leak
     linked: dict[str, FileEntry] = {}
     with ray_session(), new_artifact(out, KIND, about, linked) as folder:
         changed = changed_files(manifest.files, source, config)
