@@ -96,7 +96,7 @@ def tables(plan: Plan) -> list[Table | str]:
 
 
 def _rows(values: Mapping[str, float], units: dict[str, float]) -> Rows:
-    """The values that are not 0, as texts."""
+    """The values as texts, without those of parts that the plan does not have, such as a GPU."""
     rows = []
     for name, value in values.items():
         if value:
@@ -105,9 +105,15 @@ def _rows(values: Mapping[str, float], units: dict[str, float]) -> Rows:
 
 
 def _text(value: float, units: dict[str, float]) -> str:
-    """A value in the largest unit that it reaches, otherwise in the smallest one."""
+    """A value with three digits, in the largest unit that it reaches, or in the smallest one."""
     for name, unit in units.items():
-        if value >= unit:
-            return f"{value / unit:.3g} {name}"
+        # Three digits of 999.6 kB are those of 1 MB.
+        if value >= 0.9995 * unit:
+            return f"{_three_digits(value / unit)} {name}"
     smallest = min(units, key=units.__getitem__)
     return f"{value / units[smallest]:.2g} {smallest}"
+
+
+def _three_digits(value: float) -> str:
+    """Three digits, or all before the point of a larger number, which only the largest unit has."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"

@@ -26,7 +26,7 @@ from xmcray.methods.registry import method_names
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.nn.encoder import EncoderConfig, load_encoder
 from xmcray.parallel.partition import LabelPartition
-from xmcray.planning import refresh
+from xmcray.planning import refresh, tables
 from xmcray.planning.counter import Counter, Operation
 from xmcray.planning.data_size import DataSize, from_corpus, from_numbers
 from xmcray.planning.device_search import ANYWHERE, APART, DeviceSearch
@@ -489,3 +489,16 @@ def test_device_contexts_work_after_a_plan() -> None:
         "    assert torch.tensor([]).device.type == 'meta'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (999_400_000, "999 MB"),
+        (999_600_000, "1 GB"),
+        (12_340_000_000, "12.3 GB"),
+        (1_234_000_000_000_000, "1,234 TB"),
+    ],
+)
+def test_amounts_have_three_digits_and_no_exponent(num_bytes: int, text: str) -> None:
+    assert tables._text(num_bytes, tables._BYTES) == text
