@@ -59,6 +59,8 @@ Handle = DeploymentHandle[Any]
 Address = tuple[str, int, int]  # host, port, port of gRPC or 0
 STATUS_S = 2.0
 NUM_CPUS = 0.1  # reserved by each process; `options` sets others
+# A text to encode takes its turn as a search for so many labels does.
+ENCODED_AS_ANSWERS = 100
 
 
 def build(args: Mapping[str, Any], address: Address | None = None) -> Application:
@@ -210,7 +212,8 @@ class EncoderDeployment(_FollowingReplica):
         # Label operations do not change the encoder: requests from before and after an operation
         # share a batch.
         key = (reference.model, reference.version)
-        return await self._batcher.run(key, len(texts), (snapshot, texts))
+        num_answers = ENCODED_AS_ANSWERS * len(texts)
+        return await self._batcher.run(key, len(texts), (snapshot, texts), num_answers)
 
     def _encode_batch(self, requests: Sequence[tuple[Snapshot, list[str]]]) -> list[EncodedTexts]:
         snapshot = requests[0][0]  # all of one version, whose snapshots have the same encoder

@@ -4,7 +4,7 @@ Many texts in one search cost a fraction of as many searches. No request waits f
 those that came while the thread was busy are its next batch.
 
 Large requests do not starve small ones: an item takes its turn as if it had come later by the time
-that its answers need. It waits no longer than that for items that come after it.
+that its answers need. Only items that come within that time can overtake it.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class MicroBatcher(Generic[Item, Result]):
         self._function = function
         self._max_texts = max_texts
         self._queue: list[_Entry[Item, Result]] = []
-        # Whether the thread has yet to take a batch, or is at one.
-        self._has_turn = False
+        # From the first item in the queue until the thread finds none.
+        self._is_scheduled = False
         self._lock = threading.Lock()
 
     async def run(self, key: Hashable, num_texts: int, item: Item, num_answers: int = 0) -> Result:
@@ -81,8 +81,8 @@ class MicroBatcher(Generic[Item, Result]):
         )
         with self._lock:
             self._queue.append(entry)
-            is_first = not self._has_turn
-            self._has_turn = True
+            is_first = not self._is_scheduled
+            self._is_scheduled = True
         if is_first:
             self._thread.submit(self._run_batch)
         return await asyncio.wrap_future(entry.future)
@@ -95,14 +95,16 @@ class MicroBatcher(Generic[Item, Result]):
                 self._answer(batch)
         finally:
             with self._lock:
-                goes_on = bool(self._queue)
-                self._has_turn = goes_on
-            if goes_on:
+                has_more = bool(self._queue)
+                self._is_scheduled = has_more
+            if has_more:
                 self._thread.submit(self._run_batch)
 
     def _answer(self, batch: Sequence[_Entry[Item, Result]]) -> None:
         try:
             results = self._function([entry.item for entry in batch])
+            if len(results) != len(batch):
+                raise ValueError(f"{len(results)} results of {len(batch)} items")
         except Exception as error:
             if len(batch) == 1:
                 batch[0].future.set_exception(error)
@@ -115,7 +117,7 @@ class MicroBatcher(Generic[Item, Result]):
             entry.future.set_result(result)
 
     def _take_batch(self) -> list[_Entry[Item, Result]]:
-        """Takes the item whose turn it is, and those with the same key while there is room."""
+        """Takes the item whose turn it is, and later ones with the same key for which there is room."""
         batch: list[_Entry[Item, Result]] = []
         remaining: list[_Entry[Item, Result]] = []
         num_texts = 0
