@@ -141,6 +141,8 @@ class LimitedProtocol(HttpToolsProtocol):
         # Nothing is read or written any more.
         self._is_leaving = False
         self._has_token = False
+        # The application may have done what the present request asks for.
+        self._may_have_acted = False
         # Since when the client has had an answer to read, by the loop's clock.
         self._answered_s = 0.0
         # Bytes that were unsent when the client was last seen to read some, and when that was.
@@ -217,10 +219,16 @@ class LimitedProtocol(HttpToolsProtocol):
         self._is_in_head = True
         self._num_bytes = 0
         super().on_message_complete()
+        cycle = self.cycle
+        if cycle is not None and cycle.response_complete and cycle.more_body:
+            # The rest of a request that was answered before. The next one may take its time.
+            cycle.more_body = False
+            self._set_timer(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def on_response_complete(self) -> None:
         """Lets the connection rest, or ends it if the rest of a request is not wanted."""
         self._num_bytes = 0
+        self._may_have_acted = False
         now = self.loop.time()
         # An answer that waits behind another one gives its client no further time.
         if not self._unread_bytes:
@@ -239,7 +247,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         """Ends a connection without a further request."""
-        if self.transport.is_closing():
+        if self._is_leaving or self.transport.is_closing():
             return
         if self._reads_answer():
             # uvicorn counts from the moment at which it was written.
@@ -279,8 +287,11 @@ class LimitedProtocol(HttpToolsProtocol):
         """
         cycle = self.cycle
         is_answering = cycle is not None and not cycle.response_complete
-        # If a part of an answer is on its way, nothing can be put in between.
-        is_too_late = is_answering and (self.pipeline or cycle.response_started)
+        # If a part of an answer is on its way, nothing can be put in between. If something was done,
+        # the client must not read the contrary.
+        is_too_late = is_answering and (
+            self.pipeline or cycle.response_started or self._may_have_acted
+        )
         if is_too_late or self.transport.is_closing():
             self.abort()
             return
@@ -314,7 +325,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._has_token = True
         if not self.flow.write_paused:
             self._room.work(self)
-        return self._room.has(self)
+        self._may_have_acted = self._room.has(self)
+        return self._may_have_acted
 
     def _reads_answer(self) -> bool:
         """Whether a part of an answer is unsent, and the client reads on.
@@ -353,9 +365,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.write(b"".join(content))
         cycle.response_started = True
         cycle.response_complete = True
-        if not cycle.keep_alive:
+        if cycle.keep_alive:
+            self.on_response_complete()
+        elif cycle.more_body:
+            # Its client is still sending.
+            self._end()
+        else:
             self.transport.close()
-        self.on_response_complete()
+            self.on_response_complete()
 
     def _end_after(self, seconds: float) -> None:
         self._set_timer(seconds, self._end)

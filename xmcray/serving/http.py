@@ -130,8 +130,8 @@ def refusal(gateway: Gateway, scope: Scope) -> Response | None:
         gateway.service.check_room()
     except ProblemError as problem:
         headers = Headers(scope=scope)
-        too_many = len(scope["headers"]) > MAX_HEADERS
-        if too_many or not gateway.tokens.accept(headers.get("authorization"), basic=True):
+        has_token = gateway.tokens.accept(headers.get("authorization"), basic=True)
+        if not has_token or _head_problem(scope) is not None:
             return None
         request_id = request_checks.request_id(headers.get("x-request-id"))
         response = _answer_problem(problem, request_id)
@@ -272,7 +272,8 @@ class _Guard:
         metrics.working.inc()
         try:
             try:
-                _check_head(scope)
+                if (problem := _head_problem(scope)) is not None:
+                    raise problem
                 # First: without a token no other limit can be probed.
                 self._check_token(path, headers.get("authorization"))
                 _check_place(path, scope)
@@ -348,17 +349,18 @@ class _Guard:
         return receive_again
 
 
-def _check_head(scope: Scope) -> None:
-    """Refuses headers that came in one piece, or through a proxy; see connections.py."""
+def _head_problem(scope: Scope) -> ProblemError | None:
+    """What is wrong with headers that came in one piece, or through a proxy; see connections.py."""
     if len(scope["headers"]) > MAX_HEADERS:
         message = f"the request has too many headers, expected at most {MAX_HEADERS}; send fewer"
-        raise ProblemError("long-header", message)
+        return ProblemError("long-header", message)
     num_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
     for name, value in scope["headers"]:
         num_bytes += len(name) + len(value)
     if num_bytes > MAX_HEAD:
         message = f"path and headers have {num_bytes:,} bytes, expected at most {MAX_HEAD:,}"
-        raise ProblemError("long-header", message)
+        return ProblemError("long-header", message)
+    return None
 
 
 def _check_place(path: str, scope: Scope) -> None:

@@ -441,6 +441,35 @@ async def test_who_loses_his_place_reads_when_to_come_back(tmp_path: Path) -> No
         assert b"retry-after: 1" in answer
 
 
+async def test_who_loses_his_place_during_a_request_reads_no_refusal(
+    protocols: list[LimitedProtocol], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal says that nothing was done, so a client would do it again."""
+    monkeypatch.setattr(connections, "PROGRESS_S", 0.0)
+    begun = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["extensions"][KEEP_PLACE]["call"]()
+        is_first = scope["path"] == "/large"
+        if not is_first:
+            begun.set()
+        await answer(send, b"." * (1 << 20) if is_first else b"")
+
+    async with server_of(app) as server:
+        reader, writer = await server.connect(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+        # A part of the answer: the rest waits for the client.
+        await reader.readexactly(1)
+        while not protocols[0].flow.write_paused:
+            await asyncio.sleep(0)
+        writer.write(HEALTH)
+        await begun.wait()
+        for _ in range(4):
+            await server.connect()
+        while len(protocols) < 5:
+            await asyncio.sleep(0)
+        assert b"503" not in await ended(reader)
+
+
 async def test_few_connections_wait_until_their_clients_leave(
     tmp_path: Path, protocols: list[LimitedProtocol]
 ) -> None:

@@ -43,14 +43,16 @@ class Server:
         return await asyncio.open_connection("127.0.0.1", self._port)
 
     async def ask(self, *parts: bytes) -> bytes:
-        """Everything that is answered to requests of one connection, which nothing follows."""
+        """The answers to all requests of one connection, whose parts the server gets one by one."""
         reader, writer = await self.connect()
         for part in parts:
             writer.write(part)
-            # The server gets each part alone.
             await asyncio.sleep(0.05)
-        writer.write_eof()
-        answers = await reader.read()
+        answers = b""
+        for _ in range(b"".join(parts).count(b" HTTP/1.1\r\n")):
+            head = await reader.readuntil(b"\r\n\r\n")
+            (length,) = re.findall(rb"content-length: (\d+)", head)
+            answers += head + await reader.readexactly(int(length))
         writer.close()
         return answers
 
@@ -108,7 +110,7 @@ def statuses(answers: bytes) -> list[int]:
     return [int(status) for status in STATUS.findall(answers)]
 
 
-async def test_it_is_what_the_application_would_answer(
+async def test_an_early_refusal_is_what_the_application_would_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: list[Any]
 ) -> None:
     async def answer() -> tuple[set[bytes], bytes]:
@@ -145,14 +147,16 @@ async def test_with_room_and_on_other_paths_the_application_answers(
     assert refusals == [None, None]
 
 
-async def test_a_connection_goes_on(tmp_path: Path, refusals: list[Any]) -> None:
+async def test_after_a_refusal_a_connection_goes_on(tmp_path: Path, refusals: list[Any]) -> None:
     models = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
     async with full_server(tmp_path) as server:
         one_by_one = await server.ask(search(), search(), models)
         at_once = await server.ask(search() + search() + models)
     assert statuses(one_by_one) == [503, 503, 401]
     assert statuses(at_once) == [503, 503, 401]
+    # The third request of each is no search.
     assert len(refusals) == 4
+    assert None not in refusals
 
 
 @pytest.mark.parametrize(
@@ -178,6 +182,45 @@ async def test_a_body_that_does_not_come_ends_the_connection(
     async with full_server(tmp_path) as server:
         reader, writer = await server.connect()
         writer.write(search().removesuffix(BODY))
+        # Sooner than a connection ends that is only idle.
+        async with asyncio.timeout(3):
+            answer = await reader.read()
+        writer.close()
+    assert statuses(answer) == [503]
+    assert refusals[0] is not None
+
+
+async def test_after_a_late_body_a_connection_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: list[Any]
+) -> None:
+    monkeypatch.setattr(connections, "LINGER_S", 0.3)
+    async with full_server(tmp_path) as server:
+        head = search().removesuffix(BODY)
+        reader, writer = await server.connect()
+        writer.write(head)
+        await reader.readuntil(b"}")
+        writer.write(BODY)
+        # Longer than a body may take.
+        await asyncio.sleep(0.6)
+        writer.write(search())
+        answer = await reader.readuntil(b"}")
+        writer.close()
+    assert statuses(answer) == [503]
+    assert None not in refusals
+
+
+async def test_a_client_that_is_still_sending_reads_why_it_is_refused(
+    tmp_path: Path, refusals: list[Any]
+) -> None:
+    async with full_server(tmp_path) as server:
+        reader, writer = await server.connect()
+        writer.write(search("Connection: close").removesuffix(BODY))
+        # The answer has come by now.
+        await asyncio.sleep(0.1)
+        for _ in range(3):
+            writer.write(BODY)
+            await writer.drain()
+            await asyncio.sleep(0.05)
         answer = await reader.read()
         writer.close()
     assert statuses(answer) == [503]
