@@ -79,29 +79,33 @@ class ConnectionRoom:
         self._all: set[LimitedProtocol] = set()
         # Those whose place a new one may take. Dictionaries keep the order of insertion: the first
         # one has been there longest. Requests without a token do not change the order.
-        self._idle: dict[LimitedProtocol, None] = {}
+        self._evictable: dict[LimitedProtocol, None] = {}
         # They count no more, and close as soon as their clients have read the refusal.
         self._leaving: dict[LimitedProtocol, None] = {}
 
     def admit(self, connection: LimitedProtocol) -> bool:
-        """Whether there is room for a new connection, which is idle at first."""
+        """Adds a connection, in place of the oldest evictable one if there is no room.
+
+        Returns:
+            Whether it was added; it is evictable at first.
+        """
         if len(self._all) >= self._size:
-            longest_idle = next((other for other in self._idle if not other.keeps_place()), None)
-            if longest_idle is None:
+            oldest = next((other for other in self._evictable if not other.keeps_place()), None)
+            if oldest is None:
                 return False
-            longest_idle.refuse(503)
+            oldest.refuse(503)
         self._all.add(connection)
-        self._idle[connection] = None
+        self._evictable[connection] = None
         return True
 
-    def rest(self, connection: LimitedProtocol) -> None:
-        """Counts a connection as idle, from now on if it was not."""
+    def make_evictable(self, connection: LimitedProtocol) -> None:
+        """Lets others take a connection's place, from now on if they could not before."""
         if connection in self._all:
-            self._idle[connection] = None
+            self._evictable[connection] = None
 
-    def work(self, connection: LimitedProtocol) -> None:
-        """Counts a connection as having a request with a token."""
-        self._idle.pop(connection, None)
+    def protect(self, connection: LimitedProtocol) -> None:
+        """Lets nobody take the place of a connection, which has a request with a token."""
+        self._evictable.pop(connection, None)
 
     def has(self, connection: LimitedProtocol) -> bool:
         """Whether a connection has a place."""
@@ -109,15 +113,15 @@ class ConnectionRoom:
 
     def leave(self, connection: LimitedProtocol) -> None:
         """Frees the place of a connection that may read a little longer."""
-        self.forget(connection)
+        self.remove(connection)
         self._leaving[connection] = None
         if len(self._leaving) > LEAVING:
             next(iter(self._leaving)).abort()
 
-    def forget(self, connection: LimitedProtocol) -> None:
+    def remove(self, connection: LimitedProtocol) -> None:
         """Frees the place of a connection that ends."""
         self._all.discard(connection)
-        self._idle.pop(connection, None)
+        self._evictable.pop(connection, None)
         self._leaving.pop(connection, None)
 
 
@@ -138,7 +142,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_bytes = 0
         # Otherwise a body is received.
         self._is_in_head = True
-        # Nothing is read or written any more.
+        # What still comes is dropped, and what was written is still sent.
         self._is_leaving = False
         self._has_token = False
         # The application may have done what the present request asks for.
@@ -159,7 +163,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Frees the place."""
-        self._room.forget(self)
+        self._room.remove(self)
         self._cancel_timer()
         self.resume_writing()
         super().connection_lost(exc)
@@ -240,7 +244,7 @@ class LimitedProtocol(HttpToolsProtocol):
             # Closing waits until the client has read the answer.
             self._set_timer(SEND_S, self.abort)
             return
-        self._room.rest(self)
+        self._room.make_evictable(self)
         # Otherwise a further request of this connection is being answered.
         if self.cycle.response_complete and self.cycle.more_body:
             self._end_after(LINGER_S)
@@ -264,7 +268,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().pause_writing()
         # A client that reads slowly could keep its place for ever, request after request. While it
         # makes progress, its place is not taken; see `keeps_place`.
-        self._room.rest(self)
+        self._room.make_evictable(self)
         if self._send_timer is None:
             self._send_timer = self.loop.call_later(SEND_S, self.abort)
 
@@ -313,7 +317,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def abort(self) -> None:
         """Ends the connection at once."""
-        self._room.forget(self)
+        self._room.remove(self)
         self.transport.abort()
 
     def _keep_place(self) -> bool:
@@ -324,7 +328,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """
         self._has_token = True
         if not self.flow.write_paused:
-            self._room.work(self)
+            self._room.protect(self)
         self._may_have_acted = self._room.has(self)
         return self._may_have_acted
 
@@ -349,7 +353,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if response is None:
             super()._start_asgi_task(cycle, app)
         else:
-            # After the rest of the request that has come, as the application would be.
+            # Once all of what has come is parsed, as before a task of the application starts.
             self.loop.call_soon(self._answer, cycle, response)
 
     def _answer(self, cycle: RequestResponseCycle, response: Response) -> None:
