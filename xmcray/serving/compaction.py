@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from xmcray.errors import StorageError
 from xmcray.retrieval.bundle import KIND, new_bundle
 from xmcray.retrieval.labels import write_changes
 from xmcray.retrieval.retriever import Retriever
@@ -20,10 +21,16 @@ def write_compacted(snapshot: Snapshot, out: str, threads: int) -> str:
     Returns:
         Its SHA-256.
     Raises:
-        XmcrayError: it cannot be written there.
+        XmcrayError: it cannot be written there, or the bundle was changed in place.
     """
     exported = Retriever.load(snapshot.folder, threads=threads)
     manifest = read_manifest(snapshot.folder, KIND)
+    # Ids of labels of another version would be those of other labels.
+    if {exported.sha256, manifest.sha256} != {snapshot.version}:
+        raise StorageError(
+            f"{snapshot.folder} has changed since it was loaded, expected version"
+            f" {snapshot.version[:12]}; swap to it, then compact"
+        )
     change = {"operations": snapshot.number, "of": manifest.sha256}
     about = {
         **manifest.about,

@@ -298,6 +298,8 @@ class SnapshotCoordinator(SnapshotSource):
             log.warning("model %s: %s has changed since it was swapped in", name, bundle)
         label_log = folder.open_log(snapshot.number)
         snapshot = _caught_up(snapshot, label_log)
+        if expected is None:
+            folder.forget_swap()
         decision = Decision(bundle, snapshot.version)
         return _ServedModel(name, folder, decision, snapshot, label_log, folder.open_events())
 

@@ -217,6 +217,9 @@ class _Reading:
         requests = self._requests_with_feedback()
         self._text_by_hash = self._hashed_texts()
         for at, number, event in self._events():
+            # What came since the first reading is for the next export.
+            if number > self.last:
+                break
             request = str(event["request"])
             if event["kind"] == "search":
                 if request in requests:

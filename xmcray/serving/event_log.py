@@ -306,6 +306,8 @@ class EventLog:
     def _make_room(self) -> None:
         """Begins a new file if the newest one is too old or too large; removes the oldest ones."""
         now = self._clock()
+        # First, because it makes room for a new file on a full disk.
+        self._remove_old(now)
         is_old = now - self._file.at > self._max_s / FILES
         if is_old or self._file.num_bytes > self._max_bytes // FILES:
             self._begin_file(now)

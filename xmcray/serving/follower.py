@@ -159,31 +159,46 @@ class Follower(SnapshotSource):
     async def _step(self, wait_s: float) -> None:
         """Asks for updates once, and carries them out."""
         updates = await self._follow(self._replica, self._states(), wait_s)
+        failures = []
         async with self._showing_presence():
             for name, update in updates.items():
-                await self._carry_out(name, update)
+                # Other models do not wait for one that cannot be loaded.
+                try:
+                    await self._carry_out(name, update)
+                except XmcrayError as error:
+                    failures.append(error)
         for model in self._models.values():
             model.forget(self._config.keep_s)
         # Requests may wait for a version or an operation.
         if updates:
             async with self._changed:
                 self._changed.notify_all()
+        if failures:
+            raise failures[0]
 
     async def _carry_out(self, name: str, update: Update) -> None:
         model = self._models[name]
         decision = update.decision
-        for snapshot in list(model.newest.values()):
+        # Versions whose snapshots are not those of the coordinator; they answer until they are loaded.
+        stale = set()
+        for version, snapshot in list(model.newest.items()):
             # Versions may be at different operations.
             later = update.operations[max(0, snapshot.number - update.since) :]
-            if later:
+            if not later:
+                continue
+            try:
                 model.replace(snapshot, await self._in_loader(snapshot.after, later))
+            except XmcrayError as error:
+                # The coordinator has accepted the operations, so its snapshot is another one.
+                log.error("model %s: %s; loading the bundle again", name, one_line(error))
+                stale.add(version)
         needed = {decision.version: decision.bundle}
         if decision.loading:
             bundle, version = decision.loading
             needed[version] = bundle
         for version, bundle in needed.items():
             model.dropped.pop(version, None)
-            if version in model.newest:
+            if version in model.newest.keys() - stale:
                 continue
             try:
                 model.newest[version] = await self._in_loader(self._load, name, bundle, version)

@@ -229,7 +229,7 @@ class LogDatabase(LogReader):
                 raise StorageError(
                     f"another process reads {self.path}; try again when it has ended"
                 )
-            self._writer.execute("BEGIN IMMEDIATE")
+            self._begin()
             _insert(self._writer, line)
             self._writer.execute("COMMIT")
         except StorageError:
@@ -251,6 +251,18 @@ class LogDatabase(LogReader):
         if self._wal.stat().st_size > CHECKPOINT_BYTES:
             with contextlib.suppress(sqlite3.Error):  # the commit itself is safe in the WAL
                 self._truncate_wal()
+
+    def _begin(self) -> None:
+        """Begins a transaction that writes."""
+        try:
+            self._writer.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+                raise
+            raise StorageError(
+                f"another process writes to {self.path}, and nothing else should; try again when it"
+                " has ended"
+            ) from error
 
     def _truncate_wal(self) -> None:
         """Copies the WAL into the database, and empties it unless another process is reading."""

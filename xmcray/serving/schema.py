@@ -17,7 +17,7 @@ Text = Annotated[str, StringConstraints(max_length=100_000)]
 Uid = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=100)]
 Vector = Annotated[list[float], Field(min_length=1, max_length=MAX_WIDTH)]
-Scalar = str | bool | int | float
+Scalar = Text | bool | int | float
 Attributes = dict[Name, Scalar]
 
 
@@ -132,7 +132,8 @@ class Answer(BaseModel):
     Attributes:
         score: as `Retriever.search` gives it.
         probability: that the label is relevant, if the bundle is calibrated and `memory` is not given.
-        completed: true where a memory had no vote for the label and it only completes the list.
+        completed: true where a memory had no vote for the label and it only completes the list; not
+            given where a reranker orders the answers.
         voters: with `explain`.
         parts: with `explain`, how much each part of a fused bundle added to the score.
     """

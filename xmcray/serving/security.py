@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from xmcray.errors import ConfigError
+from xmcray.storage.whole_files import fsync
 
 MIN_LENGTH = 16
 MAX_FILE = 1 << 20  # bytes; a file with more is not a list of tokens
@@ -43,8 +44,15 @@ def new_token_file(path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         # O_EXCL: of several processes that start at the same time, one makes the file.
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_urlsafe(32) + "\n")
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+            fsync(path)
+            fsync(path.parent)
+        except BaseException:
+            # An empty file would be refused at every later start.
+            path.unlink()
+            raise
     return path
 
 

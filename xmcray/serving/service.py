@@ -430,7 +430,9 @@ def _answers(
     fields: set[schema.FieldName],
 ) -> list[schema.Answer]:
     """One text's labels with the fields that the request names."""
-    has_votes_alone = snapshot.retriever.settings.predictor["kind"] == "memory"
+    retriever = snapshot.retriever
+    # A reranker's scores are no votes.
+    has_votes_alone = retriever.settings.predictor["kind"] == "memory" and not retriever.reranker
     all_attributes: list[schema.Attributes] = []
     if "attributes" in fields:
         all_attributes = snapshot.attributes.of([label.label_id for label in labels])

@@ -15,7 +15,7 @@ from xmcray.errors import readable
 from xmcray.serving.event_log import EventLog
 from xmcray.serving.label_log import LabelLog
 from xmcray.serving.settings import ServeConfig
-from xmcray.storage.whole_files import read_json, write_json
+from xmcray.storage.whole_files import fsync, read_json, write_json
 
 EVENTS = "events"
 LABELS = "labels"
@@ -68,6 +68,12 @@ class StateFolder:
         """
         head = {"configured": self._configured, "bundle": bundle, "version": version}
         write_json(self._head_file, head)
+
+    def forget_swap(self) -> None:
+        """Forgets what was swapped in, because another bundle was configured and is served now."""
+        if self._head_file.exists():
+            self._head_file.unlink()
+            fsync(self._path)
 
     def open_events(self) -> EventLog | None:
         """Opens the event log; None if events are not collected."""

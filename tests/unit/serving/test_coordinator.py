@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +14,9 @@ from bundles import write_bundle_of
 from operations import add
 from served import ADMIN, Served, served
 
-from xmcray.errors import StorageError
-from xmcray.retrieval.labels import remove_labels
+from xmcray.errors import ConfigError, StorageError
+from xmcray.retrieval.labels import NewLabel, add_labels, remove_labels
+from xmcray.retrieval.retriever import Retriever
 from xmcray.serving import follower, replicas
 from xmcray.serving.schema import Operation
 from xmcray.serving.snapshot import Snapshot
@@ -154,3 +156,78 @@ async def test_a_damaged_record_of_a_swap_ends_the_start_with_one_line(
         with pytest.raises(StorageError, match=r"head\.json is damaged.*remove the file"):
             async with served(tmp_path, {"default": bundle}):
                 pass
+
+
+async def test_a_bundle_that_was_changed_in_place_is_not_compacted(
+    bundle: Path, tmp_path: Path
+) -> None:
+    """New labels of both changes would have the same ids."""
+    path = tmp_path / "b"
+    shutil.copytree(bundle, path)
+    body = {"out": str(tmp_path / "compacted")}
+    async with served(tmp_path, {"default": path}) as one:
+        await one.change({"op": "add", "uid": "n1", "text": "sort join"})
+        add_labels(path, [NewLabel("n9", "matrix rank")])
+        answer = await one.ask("/admin/v1/compact", body, ADMIN)
+        assert answer.status_code == 409, answer.text
+        assert "has changed since it was loaded" in answer.json()["detail"]
+    assert not (tmp_path / "compacted").exists()
+
+
+async def test_a_swap_before_another_bundle_was_configured_is_over(
+    bundle: Path, other: Path, tmp_path: Path
+) -> None:
+    third = tmp_path / "third"
+    remove_labels(bundle, ["u5"], third)
+    versions = []
+    for configured, swapped in [(bundle, other), (third, None), (bundle, None)]:
+        async with served(tmp_path, {"default": configured}) as one:
+            if swapped:
+                body = {"bundle": str(swapped), "recall_floor": 0}
+                assert (await one.ask("/admin/v1/swap", body, ADMIN)).status_code == 200
+            versions.append(one.models.current(None).version)
+    assert versions[2] == Retriever.load(bundle).sha256
+    assert len(set(versions)) == 3
+
+
+async def test_a_replica_whose_snapshot_refuses_an_operation_loads_the_bundle_again(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after = Snapshot.after
+
+    async with served(tmp_path, {"default": bundle}) as one:
+        stale = one.models.current(None)
+
+        def refuses(self: Snapshot, operations: Sequence[Operation]) -> Snapshot:
+            if self is stale:
+                raise ConfigError("found a string, expected a number")
+            return after(self, operations)
+
+        monkeypatch.setattr(Snapshot, "after", refuses)
+        for uid in ("n1", "n2"):
+            answer = await one.change({"op": "add", "uid": uid, "text": "sort join"})
+            assert answer.status_code == 200, answer.text
+        await one.reached(2)
+        assert one.models.current(None).label_id("n1") is not None
+
+
+@pytest.mark.parametrize("broken", ["a", "b"])
+async def test_a_model_that_cannot_be_loaded_holds_up_no_other(
+    broken: str, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updates come in the order of the models."""
+    carry_out = follower.Follower._carry_out
+
+    async def fails(self: follower.Follower, name: str, update: Any) -> None:
+        if name == broken and update.operations:
+            raise StorageError("its bundle cannot be read")
+        await carry_out(self, name, update)
+
+    async with served(tmp_path, {"a": bundle, "b": bundle}) as one:
+        monkeypatch.setattr(follower.Follower, "_carry_out", fails)
+        [whole] = {"a", "b"} - {broken}
+        for model in (broken, whole):
+            await one.admin.operate(model, [add("n1", "sort join")])
+        async with asyncio.timeout(10):
+            while one.models.current(whole).number < 1:
+                await asyncio.sleep(0.01)

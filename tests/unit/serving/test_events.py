@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Iterator
@@ -254,6 +255,23 @@ def test_events_are_kept_for_some_days(tmp_path: Path, clock: Clock) -> None:
     kept = texts_in(tmp_path)
     assert kept == [f"day {day}" for day in range(25 - len(kept), 25)]
     assert 9 <= len(kept) <= 11
+
+
+def test_old_events_are_removed_although_no_new_file_can_be_begun(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise StorageError("the disk is full")
+
+    with opened(tmp_path, clock) as log:
+        for day in range(25):
+            if day == 12:
+                monkeypatch.setattr(event_log, "new_event_file", full)
+            with contextlib.suppress(StorageError):
+                add(log, f"r{day}", f"day {day}")
+            clock.now += DAY_S
+    # The newest file cannot be removed while it is written.
+    assert len(event_files(tmp_path)) == 1
 
 
 def test_the_log_stays_within_its_bytes(tmp_path: Path, clock: Clock) -> None:

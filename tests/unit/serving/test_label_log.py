@@ -192,6 +192,16 @@ def test_a_reader_outside_does_no_harm(tmp_path: Path, monkeypatch: pytest.Monke
     assert opened(tmp_path / "copy", files) == ALL
 
 
+def test_a_writer_outside_puts_off_a_write_alone(tmp_path: Path) -> None:
+    with LabelLog(tmp_path, "m") as log:
+        with contextlib.closing(sqlite3.connect(tmp_path / DATABASE)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(StorageError, match="another process writes to"):
+                log.append(BATCHES[0])
+            other.rollback()
+        log.append(BATCHES[0])
+
+
 class Connection(sqlite3.Connection):
     """A connection whose commits can be watched, held up and made to fail.
 

@@ -19,6 +19,7 @@ import httpx
 import numpy as np
 import pytest
 from bundles import DIM, TEXTS, write_bundle_of, write_fused, write_memory, write_transformer
+from pydantic import ValidationError
 from served import ADMIN, TOKEN, Served, served
 
 from xmcray.retrieval.labels import remove_labels
@@ -246,6 +247,12 @@ async def test_a_prefix_opens_no_door(bundles: dict[str, Path], tmp_path: Path) 
                 ).status_code == status
             assert (await client.get("/healthz")).status_code == 200
             assert (await client.get("/v1/models")).status_code == 401
+
+
+def test_half_a_character_is_no_value_of_an_attribute() -> None:
+    body = {"texts": ["a"], "filter": {"attributes": {"lang": "\ud800"}}}
+    with pytest.raises(ValidationError, match="unicode"):
+        SearchRequest.model_validate(body)
 
 
 @pytest.mark.parametrize(
