@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpora import appended, grown_corpora
+from bundles import write_memory_of
+from corpora import appended, corpus_of, grown_corpora
+from planted import write_planted
 from processes import kill_here, run_killed
 from served import ADMIN, TOKEN, listening
 from shell import run_command, set_options
@@ -20,6 +22,7 @@ from xmcray.data.corpus import Corpus
 from xmcray.errors import DataError
 from xmcray.retrieval.retriever import Retriever
 from xmcray.serving.schema import Operation
+from xmcray.training.outcome import measure_bundle
 
 SMALL = ["encoder.dim=16", "optim.batch_size=32", "negatives.uniform=8", "negatives.hard=0"]
 NUM_TEXTS = 30
@@ -75,6 +78,22 @@ def test_labels_are_removed_whether_they_are_old_or_new(folder: Path, tmp_path: 
 
     removed_uids = grown.label_uids(grown.removed_labels)
     assert removed_uids == ["label3", "label20"]
+
+
+def test_graded_positives_may_be_removed(tmp_path: Path) -> None:
+    write_planted(tmp_path / "all", 120, 23, graded=True)
+    corpus = corpus_of(tmp_path / "all", tmp_path / "first")
+    new = {"labels": {"uid": "label0", "text": ""}, "removed_labels": {"uid": "label1"}}
+    new["train"] = {"uid": "new", "text": "w0x0", "labels": ["label0"], "relevance": [1]}
+    (tmp_path / "new").mkdir()
+    for name, row in new.items():
+        (tmp_path / "new" / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    grown = appended(corpus, tmp_path / "new", tmp_path / "grown")
+    bundle = write_memory_of(grown, tmp_path / "bundle", dim=16, seed=0)
+
+    metrics = measure_bundle(Retriever.load(bundle), grown, "test").metrics
+
+    assert 0 < metrics["graded nDCG@5"] < 1
 
 
 @pytest.mark.parametrize("line", ['{"uid": ', '["label1"]', "{}"])

@@ -7,6 +7,7 @@ Methods without this augmentation see N ids.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -118,6 +119,12 @@ class TrainingData:
         object.__setattr__(self, "training_rows", training_rows)
         validation_rows = np.setdiff1d(held_out, empty_rows, assume_unique=True)
         object.__setattr__(self, "validation_rows", validation_rows)
+
+    def with_validation_rows(self, rows: Int64Array) -> TrainingData:
+        """A view with other `validation_rows`."""
+        view = copy.copy(self)
+        object.__setattr__(view, "validation_rows", rows)
+        return view
 
     @property
     def num_labels(self) -> int:

@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 
 from xmcray.data.formats.base import BadRow, BadValue, Row
 from xmcray.data.formats.json_lines import Fields, Record, RowParser, read_records
-from xmcray.errors import ConfigError, DataError
+from xmcray.errors import ConfigError, DataError, StorageError
 from xmcray.nn.label_side import LabelSide, load_label_side
 from xmcray.retrieval.attributes import LabelAttributes, Scalar, attribute_set
 from xmcray.retrieval.bundle import (
@@ -388,6 +388,10 @@ class OpenBundle:
             if attributes is not None:
                 written |= attributes.save(target)
             linked |= link_files(self.folder, self.manifest, target, written)
+            if read_manifest(self.folder, KIND).sha256 != self.manifest.sha256:
+                raise StorageError(
+                    f"{self.folder} has changed while it was read; give the command again"
+                )
 
 
 @contextlib.contextmanager

@@ -62,8 +62,9 @@ class MemberConfig:
     def __post_init__(self) -> None:
         for part in MEMBER_PARTS:
             check_range(f"parts.{self.full(part)}", getattr(self, part), 0, 1e6)
-        check_range(f"parts.{self.full('label_temperature')}", self.label_temperature, low=1e-4)
-        check_range(f"parts.{self.full('memory_temperature')}", self.memory_temperature, low=1e-3)
+        # Infinity would make all scores NaN.
+        check_range(f"parts.{self.full('label_temperature')}", self.label_temperature, 1e-4, 1e6)
+        check_range(f"parts.{self.full('memory_temperature')}", self.memory_temperature, 1e-3, 1e6)
 
     def full(self, setting: str) -> str:
         """The name of one of the settings among those of all members, such as "dexml.labels"."""

@@ -25,10 +25,27 @@ def held_out_by(bundle: str, about: Mapping[str, Any], corpus: Corpus) -> Traini
         bundle: its path, for messages.
         about: `about` of its manifest.
         corpus: the one that it was made from.
+    Returns:
+        Of a bundle with several members: the queries that all their runs held out.
     Raises:
         ConfigError: its run held nothing out.
         DataError: the bundle was made from another corpus.
     """
+    data = _held_out_by_run(bundle, about, corpus)
+    for name, member in about.get("members", {}).items():
+        other = _held_out_by_run(f"{bundle}, member {name}", member, corpus)
+        both = np.intersect1d(data.validation_rows, other.validation_rows)
+        data = data.with_validation_rows(both)
+    if not len(data.validation_rows):
+        raise ConfigError(
+            f"no query with a positive is held out of {corpus.path} by bundle {bundle}; raise"
+            " data.validation, and train all members of a bundle with the same data.seed"
+        )
+    return data
+
+
+def _held_out_by_run(bundle: str, about: Mapping[str, Any], corpus: Corpus) -> TrainingData:
+    """As `held_out_by`, of one run; there may be no rows."""
     if about.get("corpus_sha256", corpus.sha256) != corpus.sha256:
         raise DataError(
             f"bundle {bundle} was made from another corpus than {corpus.path};"
@@ -42,12 +59,7 @@ def held_out_by(bundle: str, about: Mapping[str, Any], corpus: Corpus) -> Traini
             " left to choose by; name RUN/selection of its run if that was made with --refit,"
             " or train with data.validation=0.05"
         )
-    data = TrainingData(corpus, config)
-    if not len(data.validation_rows):
-        raise ConfigError(
-            f"no query with a positive is held out of {corpus.path}; raise data.validation"
-        )
-    return data
+    return TrainingData(corpus, config)
 
 
 def relevance_of(about: Mapping[str, Any], corpus: Corpus) -> Relevance | None:

@@ -24,6 +24,7 @@ from xmcray.retrieval.shards import ShardBuild
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.storage.artifact import open_artifact, refuse_existing
 from xmcray.storage.manifest import MANIFEST
+from xmcray.storage.remote import is_url
 from xmcray.training.export import of_all_labels, sample_rows
 from xmcray.training.held_out import relevance_of
 from xmcray.training.outcome import bundle_of
@@ -130,9 +131,18 @@ class _CountingEncoder:
 
 def _held_out(encoder: str) -> dict[str, Any]:
     """Which training queries the encoder's run held out, so that a sweep of the memory uses those."""
-    if not (Path(encoder) / "run.json").is_file():
+    if (Path(encoder) / "run.json").is_file():
+        return {"config": {"data": Run.open(encoder).config.to_dict()["data"]}}
+    if not _is_bundle(encoder):
         return {}
-    return {"config": {"data": Run.open(encoder).config.to_dict()["data"]}}
+    _, manifest = open_artifact(encoder, bundles.KIND, contents=False)
+    data = manifest.about.get("config", {}).get("data")
+    return {"config": {"data": data}} if data else {}
+
+
+def _is_bundle(path: str) -> bool:
+    """Whether a path can only be that of a bundle."""
+    return is_url(path) or (Path(path) / MANIFEST).is_file()
 
 
 def open_encoder(path: str, corpus: Corpus) -> tuple[Encoder, Head]:
@@ -149,8 +159,7 @@ def open_encoder(path: str, corpus: Corpus) -> tuple[Encoder, Head]:
     if (folder / "run.json").is_file():
         run = Run.open(folder)
         path = bundle_of(run, corpus if run.corpus_sha256 == corpus.sha256 else None)
-    is_bundle = "://" in path or (Path(path) / MANIFEST).is_file()
-    if is_bundle:
+    if _is_bundle(path):
         folder, _ = open_artifact(path, bundles.KIND)
         encoder = load_encoder(folder / "encoder")
         head = load_head(folder / "head")

@@ -30,7 +30,7 @@ from xmcray.training import tracking
 from xmcray.training.export import check_corpus, export_run
 from xmcray.training.records import read_records
 from xmcray.training.run import SELECTION, Run
-from xmcray.types import Int64Array, TopLabels
+from xmcray.types import Float64Array, Int64Array, Ragged, TopLabels
 
 Progress = Callable[[int], None]
 _PACKAGES = ("ray", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
@@ -59,7 +59,7 @@ def measure(search: Search, corpus: Corpus, split: str, **options: Any) -> Evalu
     rows = corpus.split(split)
     relevance = Relevance.read(rows)
     if relevance is not None and relevance.is_graded:
-        options["grades"] = relevance.grades
+        options["grades"] = lambda ids: _grades(relevance, corpus, rows.positives(ids), ids)
     return evaluate(
         search,
         lambda ids: corpus.answerable(rows.positives(ids)),
@@ -70,6 +70,14 @@ def measure(search: Search, corpus: Corpus, split: str, **options: Any) -> Evalu
         b=corpus.card.propensity_b,
         **options,
     )
+
+
+def _grades(
+    relevance: Relevance, corpus: Corpus, positives: Ragged, rows: Int64Array
+) -> Float64Array:
+    """float64, the relevance of the positives of some queries, without those that were removed."""
+    is_kept = ~np.isin(positives.values, corpus.removed_labels)
+    return relevance.grades(rows)[is_kept]
 
 
 def measure_bundle(

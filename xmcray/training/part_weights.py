@@ -26,6 +26,8 @@ MEMORY_TEMPERATURES = (0.01, 0.02, 0.035, 0.05, 0.08, 0.12, 0.2)
 WORD_KEYS = (5, 10, 20, 40)
 # Of the typical distance between the best and the tenth label.
 LABEL_TEMPERATURES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5)
+# The smallest temperature is as small as a bundle allows then.
+SMALLEST_SPREAD = 0.0025
 MEMORY_KEYS = 50
 # A part stays if a paired test of the answers without it has a smaller p-value. At 0.157 one more
 # free weight is expected to help on new queries (Akaike's criterion).
@@ -422,10 +424,14 @@ class _Table:
 
 def _spread(candidates: Sequence[Candidates], place: int) -> float:
     """The median distance between the best and the tenth inner product of a member."""
-    distances = []
+    distances = [np.empty(0)]
     for chunk in candidates:
-        keys = chunk.members[place].key_BK
-        tenth = min(9, keys.shape[1] - 1)
-        distances.append(keys[:, 0] - keys[:, tenth])
-    distance = float(np.median(np.concatenate(distances)))
-    return max(distance, 1e-3)
+        key_BK = chunk.members[place].key_BK[:, :DEPTH]
+        # Where there are fewer labels, the last of them; what follows is -inf.
+        last_B = np.maximum(np.isfinite(key_BK).sum(axis=1) - 1, 0)
+        last_key_B = np.take_along_axis(key_BK, last_B[:, None], axis=1)[:, 0]
+        has_keys_B = np.isfinite(last_key_B)
+        distances.append(key_BK[has_keys_B, 0] - last_key_B[has_keys_B])
+    distance_P = np.concatenate(distances)
+    distance = float(np.median(distance_P)) if len(distance_P) else 0.0
+    return max(distance, SMALLEST_SPREAD)

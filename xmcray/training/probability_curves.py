@@ -13,6 +13,7 @@ one segment, G points of a prior, F features, N blocks.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ from xmcray.retrieval.calibration import (
     Curves,
     features,
 )
+from xmcray.retrieval.predictors import LabelPredictor
 from xmcray.retrieval.retriever import CHUNK, Retriever
 from xmcray.retrieval.shards import SearchScope
 from xmcray.training.held_out import without_voters
@@ -100,6 +102,9 @@ def answers_to(
     split = corpus.split(split_name)
     num_labels = corpus.card.num_labels
     predictor = retriever.predictor()
+    if isinstance(predictor, LabelPredictor):
+        # The features are those of a bundle that has its calibration.
+        predictor = dataclasses.replace(predictor, calibrated=True)
     chunks: list[Sample] = []
     for span in spans(len(rows), CHUNK):
         chunk = rows[span]

@@ -32,6 +32,7 @@ from xmcray.retrieval.vector_export import export_vectors
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.storage.manifest import finish_manifest, read_manifest
 from xmcray.training.fuse import fuse, write_parts
+from xmcray.training.held_out import held_out_by
 from xmcray.training.outcome import measure_bundle
 from xmcray.training.part_weights import WeightSearch
 from xmcray.types import Float32Array, Ragged, TopLabels
@@ -432,6 +433,32 @@ def test_fusing_chooses_by_held_out_queries_and_is_repeatable(
     folders = {name.split("/")[0] for name in manifest.files}
     assert ("words" in folders) == uses_words
     assert settings.has_memory == ("memory" in used)
+
+
+def test_fewer_labels_than_ten_have_temperatures_too(tmp_path: Path) -> None:
+    corpus = planted_corpus(tmp_path, num_queries=200, num_labels=8)
+    source = write_memory_of(corpus, tmp_path / "source", dim=16, seed=0)
+
+    fuse([str(source)], corpus, tmp_path / "fused")
+
+    (answers,) = Retriever.load(tmp_path / "fused").search(["w1x0 w2x1"], 8)
+    assert all(math.isfinite(answer.score) for answer in answers)
+
+
+def test_queries_are_held_out_of_a_bundle_if_all_members_hold_them_out(corpus: Corpus) -> None:
+    def of_run(seed: int) -> dict[str, Any]:
+        return {"config": {"data": {"validation": 0.3, "seed": seed}}}
+
+    about = {**of_run(0), "members": {"first": of_run(0), "second": of_run(1)}}
+    rows = [held_out_by("b", of_run(seed), corpus).validation_rows for seed in (0, 1)]
+
+    both = held_out_by("b", about, corpus).validation_rows
+
+    assert 0 < len(both) < len(rows[0])
+    assert_array_equal(both, np.intersect1d(*rows))
+    about["members"]["second"]["config"]["data"]["validation"] = 0
+    with pytest.raises(ConfigError, match="member second was trained on all"):
+        held_out_by("b", about, corpus)
 
 
 def one_vote_each(
