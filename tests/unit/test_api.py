@@ -16,8 +16,10 @@ from corpora import planted_corpus
 
 import xmcray
 from xmcray import api, cli
+from xmcray.api import preparing
 from xmcray.api.settings_sources import merged
-from xmcray.errors import XmcrayError
+from xmcray.data.formats import detect
+from xmcray.errors import DataError, XmcrayError
 
 CLASSES = {"Client", "Retriever"}
 FUNCTIONS = sorted(set(xmcray.__all__) - CLASSES)
@@ -158,3 +160,24 @@ def test_mistakes_are_raised_as_one_line(tmp_path: Path) -> None:
             call()
         assert "\n" not in str(raised.value)
     assert not (tmp_path / "new").exists()
+
+
+def test_labels_of_tables_are_uids_also_if_they_are_integers() -> None:
+    labels = pd.DataFrame({"uid": [2, 0, 1], "text": ["two", "zero", "one"]})
+    train = pd.DataFrame({"text": ["about two", "about zero"], "labels": [[2], [0]]})
+    tables = {"labels": labels, "train": train}
+
+    with preparing._raw_tables(tables, None, None, None, False) as folder:
+        queries = list(detect(folder).queries("train", 3, pytest.fail))
+
+    found = [labels["text"][query.label_ids[0]] for query in queries]
+    assert found == ["two", "zero"]
+
+
+def test_a_table_with_mixed_types_is_one_line() -> None:
+    table = pd.DataFrame({"uid": [1, "a"], "text": ["x", "y"]})
+    with (
+        pytest.raises(DataError, match="table labels cannot be read"),
+        preparing._raw_tables({"labels": table}, None, None, None, False),
+    ):
+        pass

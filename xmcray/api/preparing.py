@@ -9,10 +9,12 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
+import numpy as np
+
 from xmcray import config as configs
 from xmcray import hub
 from xmcray.api.settings_sources import Location
-from xmcray.errors import ConfigError, readable
+from xmcray.errors import ConfigError, DataError, readable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -129,7 +131,11 @@ def _raw_tables(
             folder.mkdir()
             for name, table in source.items():
                 configs.check_choice("a table", name, _TABLES)
-                table.to_parquet(folder / f"{name}.parquet", index=False)
+                with readable(f"table {name} cannot be read", "give a column one type", DataError):
+                    if "labels" in table:
+                        uids = [_label_uids(cell) for cell in table["labels"]]
+                        table = table.assign(labels=uids)
+                    table.to_parquet(folder / f"{name}.parquet", index=False)
         else:
             from xmcray.data.hub_tables import Columns, HubTables
 
@@ -139,6 +145,13 @@ def _raw_tables(
             folder.mkdir()
             tables.write(folder, progress)
         yield folder
+
+
+def _label_uids(cell: Any) -> Any:
+    """A list of label uids as texts, because integers in a file are numbers of rows."""
+    if not isinstance(cell, list | tuple | np.ndarray):
+        return cell
+    return [label if label is None else str(label) for label in cell]
 
 
 def _name_of(source: Location) -> str:
@@ -231,7 +244,9 @@ def events(
     texts_read: list[str] = []
     if texts is not None:
         with readable(f"{texts} cannot be read", "name a file of texts", ConfigError):
-            texts_read = Path(texts).read_text(encoding="utf-8").splitlines()
+            # Other characters than these also end a line of `splitlines`.
+            lines = Path(texts).read_text(encoding="utf-8-sig").split("\n")
+            texts_read = [line for line in lines if line]
     return export_events(
         Path(state_dir),
         model,

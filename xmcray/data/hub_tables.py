@@ -179,17 +179,18 @@ class HubTables:
         first_row = 0
         for batch in table.select_columns(columns_read).iter(_BATCH_ROWS):
             labels = [_label_uids(cell, names) for cell in batch[columns.labels]]
-            for row_labels in labels:
-                label_uids.update(dict.fromkeys(row_labels))
             rows: dict[str, list[Any]] = {}
             rows["text"] = _texts(batch, text_columns)
-            rows["labels"] = labels
             if columns.relevance:
-                rows["relevance"] = [_as_list(cell) for cell in batch[columns.relevance]]
+                grades = batch[columns.relevance]
+                rows["relevance"] = list(map(_grades_of_labels, grades, labels))
+            rows["labels"] = [[uid for uid in uids if uid is not None] for uids in labels]
+            for uids in rows["labels"]:
+                label_uids.update(dict.fromkeys(uids))
             # Rows without a uid are numbered through all batches.
             numbers = range(first_row, first_row + len(labels))
-            uids = batch[columns.uid] if columns.uid else numbers
-            rows["uid"] = [str(uid) for uid in uids]
+            query_uids = batch[columns.uid] if columns.uid else numbers
+            rows["uid"] = [None if uid is None else str(uid) for uid in query_uids]
             yield rows
             first_row += len(labels)
 
@@ -266,18 +267,29 @@ def _item(feature: Any) -> Any:
     return getattr(feature, "feature", feature)
 
 
-def _label_uids(cell: Any, names: list[str] | None) -> list[str]:
-    """The uids of the labels in a cell, which holds one of them, several or none.
+def _label_uids(cell: Any, names: list[str] | None) -> list[str | None]:
+    """The uids of the labels in a cell, which holds one of them, several or none; None for no label.
 
     Args:
         cell: of the labels column.
         names: of a ClassLabel; None if the cell holds the uids themselves.
     """
-    labels = [label for label in _as_list(cell) if label is not None]
+    labels = _as_list(cell)
     if names is None:
-        return [str(label) for label in labels]
+        return [None if label in (None, "") else str(label) for label in labels]
     # The library writes -1 where a row has no class.
-    return [names[number] for number in labels if number >= 0]
+    return [None if number is None or number < 0 else names[number] for number in labels]
+
+
+def _grades_of_labels(cell: Any, labels: list[str | None]) -> list[Any] | None:
+    """The grades in a cell, without those of no label; None if the row has none."""
+    if cell is None:
+        return None
+    grades = _as_list(cell)
+    if len(grades) != len(labels):
+        # Refused later, as a malformed row.
+        return grades
+    return [grade for grade, label in zip(grades, labels, strict=True) if label is not None]
 
 
 def _as_list(cell: Any) -> list[Any]:

@@ -190,7 +190,8 @@ class CorpusWriter:
         # Shards arrive in any order, but the corpus must not depend on it.
         self.rejected.sort(key=_split_and_place)
         path = self.folder / "rejected.jsonl"
-        with path.open("w", encoding="utf-8") as file:
+        # Half a character, of a reason, becomes JSON's own escape for it.
+        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for split, bad in heapq.merge(
                 self.earlier_rejected, self.rejected, key=_split_and_place
             ):

@@ -154,6 +154,14 @@ def test_missing_file(tmp_path: Path) -> None:
         list(source.queries("train", 2, [].append))
 
 
+def test_filters_count_labels_that_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "Y.txt").write_bytes(b"a\nb\n\xff\nd\ne\n")
+    (tmp_path / "trn_X.txt").write_text("q0\nq1\n")
+    (tmp_path / "trn_X_Y.txt").write_text("2 5\n0:1 4:1\n3:1\n")
+    (tmp_path / "filter_labels_train.txt").write_text("0 4\n")
+    assert detect(tmp_path).filters("train").tolist() == [[0, 4]]
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

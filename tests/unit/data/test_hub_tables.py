@@ -109,6 +109,23 @@ def test_texts_join_columns_and_rows_have_uids_and_relevance(tmp_path: Path) -> 
     assert [row.relevance for row in raw.queries("train", 2, refused)] == [(3.0,), (2.0,)]
 
 
+def test_cells_may_be_empty(tmp_path: Path) -> None:
+    rows = {
+        "id": [7, None, 9],
+        "text": ["a", "b", "c"],
+        "tags": [["red", None, "blue"], ["", "red"], []],
+        "clicks": [[3, 1, 2], None, None],
+    }
+    numbers = datasets.Value("int64")
+    lists = {"tags": datasets.List(STRING), "clicks": datasets.List(numbers)}
+    write_table(tmp_path / "set" / "train.parquet", rows, id=numbers, **lists)
+    columns = {"text": "text", "labels": "tags", "uid": "id", "relevance": "clicks"}
+    raw = raw_files(tmp_path / "set", tmp_path / "raw", **columns)
+    assert queries(raw) == [("7", "a", ["red", "blue"]), ("1", "b", ["red"]), ("9", "c", [])]
+    relevance = [row.relevance for row in raw.queries("train", 2, refused)]
+    assert relevance == [(3.0, 2.0), None, None]
+
+
 def test_labels_come_from_a_table_of_another_configuration(tmp_path: Path) -> None:
     source = tmp_path / "set"
     rows = {"text": list("abcd"), "labels": [[11], [12, 11], [12], [11]]}

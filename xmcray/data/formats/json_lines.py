@@ -143,7 +143,7 @@ class RowParser:
     def _labels(self, record: Record, num_labels: int) -> Labels:
         fields = self._fields
         labels = record.get(fields.labels)
-        if not labels:
+        if labels is None:
             return (), None
         relevance = record.get(fields.relevance)
         if type(labels) is not list or type(relevance) not in (list, type(None)):
@@ -257,7 +257,7 @@ class Records:
 
     def _fields(self, folder: Path, fields: Fields) -> Fields:
         # Releases for titles contain the same file with contents, which the papers do not use.
-        if self.title_rule and "title" in folder.resolve().name.lower():
+        if self.title_rule and _is_named_by_titles(folder):
             return Fields(text="title", parts=(), labels=fields.labels, relevance=fields.relevance)
         return fields
 
@@ -309,3 +309,12 @@ TEVATRON = Records(
     ),
     label_fields=Fields(uid="docid", text="document_text", parts=("title", "text")),
 )
+
+
+def _is_named_by_titles(folder: Path) -> bool:
+    """Whether the name of a data set has "title" in it, also behind a link or on the hub."""
+    names = [folder.absolute().name, folder.resolve().name]
+    if folder.parent.name == "snapshots":
+        # The hub's cache: the repository's name, "snapshots", a commit.
+        names.append(folder.parent.parent.name)
+    return any("title" in name.lower() for name in names)

@@ -217,13 +217,15 @@ class Lines:
         return _query_rows(_feature_texts(features, folder), matrix, num_labels, on_bad)
 
     def shape(self, folder: Path, split: str) -> tuple[int, int]:
-        """Rows of the split's file and number of labels."""
+        """Rows of the split's file and of the labels', bad ones included."""
         path = find_one(folder, self.queries_in[split])
         if self.features:
             num_rows = self._feature_matrix(path).shape[0]
         else:
             num_rows = sum(1 for _ in read_lines(path))
-        return num_rows, sum(1 for _ in self.labels(folder, lambda bad: None))
+        bad_labels: list[BadRow] = []
+        num_labels = sum(1 for _ in self.labels(folder, bad_labels.append))
+        return num_rows, num_labels + len(bad_labels)
 
     @property
     def _is_bag(self) -> bool:
