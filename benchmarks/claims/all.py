@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from claim import FRESH, STORE, Claim, collect, due, mean, measured, result_file, section
+from claim import FRESH, STORE, Claim, collect, due, mean, measured, packed, result_file, section
 from common import new_parser, provenance
 from pictures import standalone
 from variants import Variant
@@ -154,7 +154,7 @@ def keep(claims: dict[str, Claim], seeds: int) -> None:
         for name, by_seed in collect(claim, seeds).items():
             for seed, result in by_seed.items():
                 key = result_file(claim.variants[name], seed).stem
-                results[key] = result
+                results[key] = packed(result)
     # One measurement per line, so that a change of one shows as one line.
     lines = [f"{json.dumps(key)}: {json.dumps(results[key])}" for key in sorted(results)]
     STORE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

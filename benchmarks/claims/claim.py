@@ -14,11 +14,13 @@ only measurements of this machine count. `all.py` runs all scripts and writes do
 from __future__ import annotations
 
 import argparse
+import base64
 import functools
 import json
 import math
 import os
 import sys
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -260,7 +262,24 @@ def stored_results() -> dict[str, Result]:
     """The measurements that are kept with the code, by key; none if XMCRAY_FRESH_CLAIMS is set."""
     if os.environ.get(FRESH) or not STORE.exists():
         return {}
-    return json.loads(STORE.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    results = json.loads(STORE.read_text(encoding="utf-8"))
+    return {key: unpacked(result) for key, result in results.items()}
+
+
+def packed(result: Result) -> Result:
+    """A measurement for the store: with a digit for each test query its hits are most of it."""
+    if "hits" not in result:
+        return result
+    text = zlib.compress(json.dumps(result["hits"]).encode(), level=9)
+    return {**result, "hits": base64.b85encode(text).decode()}
+
+
+def unpacked(result: Result) -> Result:
+    """The inverse of `packed`."""
+    if "hits" not in result:
+        return result
+    text = zlib.decompress(base64.b85decode(result["hits"]))
+    return {**result, "hits": json.loads(text)}
 
 
 def known_result(variant: Variant, seed: int) -> Result | None:
