@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from bundles import write_memory_of
 from corpora import appended, corpus_of, grown_corpora
@@ -18,6 +20,7 @@ from shell import run_command, set_options
 
 from xmcray.client import Client
 from xmcray.data import pipeline
+from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import DataError
 from xmcray.retrieval.retriever import Retriever
@@ -83,16 +86,28 @@ def test_labels_are_removed_whether_they_are_old_or_new(folder: Path, tmp_path: 
 def test_graded_positives_may_be_removed(tmp_path: Path) -> None:
     write_planted(tmp_path / "all", 120, 23, graded=True)
     corpus = corpus_of(tmp_path / "all", tmp_path / "first")
-    new = {"labels": {"uid": "label0", "text": ""}, "removed_labels": {"uid": "label1"}}
-    new["train"] = {"uid": "new", "text": "w0x0", "labels": ["label0"], "relevance": [1]}
+    query = {"uid": "new", "text": "w0x0", "labels": ["label0"], "relevance": [1]}
+    new = {
+        "labels": [{"uid": "label0", "text": ""}],
+        "train": [query],
+        "removed_labels": [{"uid": f"label{number}"} for number in range(1, 12)],
+    }
     (tmp_path / "new").mkdir()
-    for name, row in new.items():
-        (tmp_path / "new" / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    for name, rows in new.items():
+        lines = [json.dumps(row) for row in rows]
+        (tmp_path / "new" / f"{name}.jsonl").write_text("\n".join(lines))
     grown = appended(corpus, tmp_path / "new", tmp_path / "grown")
     bundle = write_memory_of(grown, tmp_path / "bundle", dim=16, seed=0)
 
     metrics = measure_bundle(Retriever.load(bundle), grown, "test").metrics
 
+    # Queries whose only label was removed cannot judge a training.
+    held_out = TrainingData(grown, DataConfig(validation=0.5)).validation_rows
+    positives = grown.split("train").positives(held_out)
+    assert (grown.answerable(positives).lengths > 0).all()
+    unchanged = copy.copy(grown)
+    unchanged.removed_labels = np.empty(0, np.int64)
+    assert len(held_out) < len(TrainingData(unchanged, DataConfig(validation=0.5)).validation_rows)
     assert 0 < metrics["graded nDCG@5"] < 1
 
 

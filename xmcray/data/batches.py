@@ -76,7 +76,8 @@ class TrainingData:
         query_ids: ids that are sampled: training rows with a positive, then label texts that have
             a token.
         training_rows: those of them that are rows.
-        validation_rows: int64, held-out training rows with a positive, ascending.
+        validation_rows: int64, held-out training rows with a positive that can be answered,
+            ascending.
         relevance: of the positives; None if it is ignored.
     """
 
@@ -118,6 +119,10 @@ class TrainingData:
         object.__setattr__(self, "query_ids", KeptIds(self.num_query_ids, left_out))
         object.__setattr__(self, "training_rows", training_rows)
         validation_rows = np.setdiff1d(held_out, empty_rows, assume_unique=True)
+        # A query whose labels were all removed cannot be answered.
+        positives = self.corpus.split("train").positives(validation_rows)
+        is_answerable = self.corpus.answerable(positives).lengths > 0
+        validation_rows = validation_rows[is_answerable]
         object.__setattr__(self, "validation_rows", validation_rows)
 
     def with_validation_rows(self, rows: Int64Array) -> TrainingData:

@@ -90,7 +90,10 @@ class BundleTeacher(Teacher):
 
         self._retriever = Retriever.load(bundle)
         settings = self._retriever.settings
-        if settings.num_labels != data.num_labels or self._retriever.labels.changed:
+        removed = self._retriever.labels.removed
+        has_joined = settings.first_added is not None
+        is_of_corpus = np.array_equal(removed, data.corpus.removed_labels) and not has_joined
+        if settings.num_labels != data.num_labels or not is_of_corpus:
             raise ConfigError(
                 f"negatives.teacher {bundle} has {settings.num_labels:,} labels, expected the"
                 f" {data.num_labels:,} of the corpus; name a bundle that was made from it"

@@ -184,7 +184,7 @@ class LabelIndex:
             query_BD,
             k,
             numbers=scope.subset.of(range(first_shard, len(self.settings.shards))),
-            names=self._answer_labels,
+            names=self.answer_labels,
             hidden=self._hidden_rows(scope.exclude),
             exact=scope.exact,
         )
@@ -256,7 +256,7 @@ class LabelIndex:
         return sum(shard.start < first_added for shard in self.settings.shards)
 
     @functools.cached_property
-    def _answer_labels(self) -> Int64Array:
+    def answer_labels(self) -> Int64Array:
         """int64 [rows], source id of each row, -1 for rows that are no answers."""
         if self.hidden_labels is None:
             return self.row_labels
@@ -275,7 +275,7 @@ class LabelIndex:
             return self.rows
         indexes: list[Index] = []
         for shard, index in zip(self.rows.shards, self.rows.indexes, strict=True):
-            rows = np.flatnonzero(self._answer_labels[shard.start : shard.stop] >= 0)
+            rows = np.flatnonzero(self.answer_labels[shard.start : shard.stop] >= 0)
             few = max(FLAT_ROWS, len(index) // 16)
             # An index of few rows is exhaustive anyway.
             restrict = len(rows) <= few < len(index)

@@ -273,6 +273,7 @@ def sweep(
     k: int,
     num_labels: int,
     exclude: Ragged | None = None,
+    hidden: BoolArray | None = None,
 ) -> Iterator[tuple[MemoryConfig, TopLabels]]:
     """Answers of many settings from one search of the widest of them.
 
@@ -284,7 +285,9 @@ def sweep(
         inside = 0 < config.weight < 1
         counted = dataclasses.replace(config, weight=0.5) if inside else config
         if counted not in votes_of:
-            votes_of[counted] = count_votes(neighbours, positives, counted, num_labels, exclude)
+            votes_of[counted] = count_votes(
+                neighbours, positives, counted, num_labels, exclude, hidden
+            )
         votes = votes_of[counted]
         yield config, rank_votes(votes, config.weight, k, neighbours.labels, num_labels)
 

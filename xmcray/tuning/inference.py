@@ -153,14 +153,14 @@ class _HeldOut:
     @property
     def k(self) -> int:
         """Answers per query."""
-        return min(SEARCH_K, self.data.num_labels)
+        return min(SEARCH_K, self.retriever.num_labels)
 
     def measure(self, top: TopLabels) -> Mapping[str, float]:
         """Metrics of answers to all of the queries."""
         corpus = self.data.corpus
         positives = corpus.split("train").positives(self.data.validation_rows)
         metrics = Metrics.of_corpus(corpus)
-        metrics.update(top, positives)
+        metrics.update(top, corpus.answerable(positives))
         return metrics.result()
 
 
@@ -303,6 +303,7 @@ def _sweep_memory(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSettin
             held_out.k,
             held_out.data.num_labels,
             excluded,
+            held_out.retriever.labels.hidden_labels,
         )
         for config, top in results:
             answers[config].append(top)
@@ -386,7 +387,7 @@ def _sweep_index(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSetting
         index = built(_build("index", values, default))
         # Only the search is timed: an index is built once and searched often.
         started = time.perf_counter()
-        top = index.search(held_out.query_BD, held_out.k, labels.row_labels, excluded_rows)
+        top = index.search(held_out.query_BD, held_out.k, labels.answer_labels, excluded_rows)
         seconds = time.perf_counter() - started
         metrics = held_out.measure(top)
         measured.append(MeasuredSetting(values, metrics, len(top.ids) / seconds))

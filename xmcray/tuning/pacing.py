@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from xmcray.training.records import Record, following
+from xmcray.training.records import Record, following, read_records
 from xmcray.tuning.study import METRIC, Clock
 from xmcray.tuning.sweep import Trial, score_of
 
@@ -76,6 +76,9 @@ class Pacer:
             stop: asks it to end.
         """
         self._stop = stop
+        # A training that is continued has a past.
+        for record in read_records(run / "metrics.jsonl"):
+            self._best = max(self._best, score_of(record, METRIC) or 0.0)
         self._set_timer(self.limits.end_s - self.clock.spent_s)
         try:
             with self.clock.counting(self.name), following(run / "metrics.jsonl", self.hear):

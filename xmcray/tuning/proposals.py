@@ -98,13 +98,10 @@ class OptunaProposals(Proposals):
     ) -> None:
         super().__init__(space, check)
         self._optuna = _import_optuna()
-        past = list(past)
-        # Another seed for each restart, or the first samples would be proposed again.
-        sampler_seed = draws.torch_seed(seed, "tune", len(past)) % 2**32
         with warnings.catch_warnings():
             # constant_liar is "experimental": it counts running trials as bad ones.
             warnings.simplefilter("ignore")
-            sampler = self._optuna.samplers.TPESampler(seed=sampler_seed, constant_liar=True)
+            sampler = self._optuna.samplers.TPESampler(seed=seed % 2**32, constant_liar=True)
         self._study = self._optuna.create_study(direction="maximize", sampler=sampler)
         self._distributions = {name: self._translated(d) for name, d in space.items()}
         self._running: dict[int, Any] = {}

@@ -21,7 +21,7 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 from ray.tune.search import Searcher
 from ray.tune.stopper import Stopper
 
-from xmcray import errors
+from xmcray import draws, errors
 from xmcray.errors import ResourceError, RunError, StorageError, XmcrayError
 from xmcray.ray_adapter import private
 from xmcray.ray_adapter.session import ray_session
@@ -97,9 +97,9 @@ def run_sweep(
         _run_remaining(sweep, Guide(sweep, remaining, keep, on_end), cluster)
     sweep.prune(keep)
     failed = [trial for trial in sweep.trials() if trial.state == "failed"]
-    if len(failed) == num_trials:
+    if failed and len(failed) == len(sweep.trials()):
         raise RunError(
-            f"none of {num_trials} trials finished; the first failed because {failed[0].message}"
+            f"none of {len(failed)} trials finished; the first failed because {failed[0].message}"
         )
 
 
@@ -357,9 +357,11 @@ def proposals(sweep: Sweep) -> Proposals:
     config = sweep.config
     if config.search == "random":
         return RandomProposals(sweep.space, config.seed, config.resolve)
-    ended = [trial for trial in sweep.trials() if trial.state != "unfinished"]
-    past = [(trial.values, trial.score) for trial in ended]
-    return OptunaProposals(sweep.space, config.seed, config.resolve, past)
+    drawn = sweep.trials()
+    past = [(trial.values, trial.score) for trial in drawn if trial.state != "unfinished"]
+    # Another seed for each restart, or the first samples would be proposed again.
+    seed = draws.torch_seed(config.seed, "tune", len(drawn))
+    return OptunaProposals(sweep.space, seed, config.resolve, past)
 
 
 class TrialStopper(Stopper):

@@ -28,8 +28,8 @@ import yaml
 
 from xmcray import config as configs
 from xmcray.config import check_choices, check_range
-from xmcray.errors import ConfigError, RunError
-from xmcray.storage.whole_files import write_json, write_text
+from xmcray.errors import ConfigError, RunError, readable
+from xmcray.storage.whole_files import read_json, write_json, write_text
 from xmcray.storage.work_folder import FolderKind
 from xmcray.training.records import read_records
 from xmcray.training.run import RunConfig
@@ -212,7 +212,7 @@ class Sweep:
             return cls(Path(path).absolute(), configs.build(SweepConfig, body))
         except (FileNotFoundError, NotADirectoryError):
             raise RunError(f"{path} is not a sweep: it has no sweep.json") from None
-        except (ValueError, ConfigError):
+        except (ValueError, TypeError, AttributeError, RecursionError, ConfigError):
             raise RunError(
                 f"{path}/sweep.json is damaged; sweep again with another --out"
             ) from None
@@ -245,7 +245,7 @@ class Sweep:
     def trials(self) -> list[Trial]:
         """All trials that have values, by number."""
         entries = (self.path / "ledger").glob("[0-9]*.json")
-        numbers = sorted(int(path.stem) for path in entries)
+        numbers = sorted(int(path.stem) for path in entries if path.stem.isdecimal())
         return [self.trial(number) for number in numbers]
 
     def trial(self, number: int) -> Trial:
@@ -329,9 +329,11 @@ class Sweep:
 
     def _entry(self, number: int) -> dict[str, Any]:
         """A trial's file of the ledger."""
-        content = self._entry_path(number).read_text(encoding="utf-8")
-        entry: dict[str, Any] = json.loads(content)
-        return entry
+        path = self._entry_path(number)
+        with readable(f"{path} is damaged", "remove it to draw the trial anew", RunError):
+            entry = read_json(path)
+            values: Values = entry["values"]
+        return {**entry, "values": values}
 
 
 def score_of(record: Mapping[str, Any], metric: str) -> float | None:

@@ -186,6 +186,10 @@ def test_a_training_that_is_behind_ends_after_a_third(tmp_path: Path) -> None:
         # After the first epoch nothing is compared yet.
         records = [validation(0, 0.1), validation(1, second)]
         assert paced(tmp_path, limits, records).reason == reason
+    # A training that goes on has what it reached before.
+    past = dict.fromkeys(METRIC.split("+"), 0.4)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 10, "epoch": 0, **past}) + "\n")
+    assert paced(tmp_path, limits, [validation(1, 0.2)]).reason == ""
     trial = Trial(0, {}, "finished", curve=((1, 0.1), (2, 0.3), (3, 0.5)))
     assert score_at_rung(trial, epochs=6) == 0.3
     assert score_at_rung(trial, epochs=12) == -math.inf, "it is not there yet"

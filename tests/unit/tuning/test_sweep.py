@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from shell import Shell
 from xmcray.errors import ConfigError, ResourceError, RunError
 from xmcray.training.run import ClusterConfig, RunConfig
 from xmcray.tuning.report import importance, write_report
-from xmcray.tuning.search import Guide, TrialStopper, asha, share
+from xmcray.tuning.search import Guide, TrialStopper, asha, proposals, share
 from xmcray.tuning.space import NumberRange, parse_space
 from xmcray.tuning.sweep import Sweep, SweepConfig, Trial
 from xmcray.tuning.trial import Reporter
@@ -344,3 +345,26 @@ def test_no_optuna(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         Guide(sweep, [0], 1, lambda _: None)
     with pytest.raises(ConfigError, match="search is 'grid', expected one of random, optuna"):
         config(search="grid")
+
+
+@pytest.mark.parametrize("content", ['{"values": ', "[]", "{}", "null"])
+def test_a_damaged_ledger_is_one_line(tmp_path: Path, content: str) -> None:
+    sweep = Sweep.open_or_create(tmp_path, config())
+    sweep.draw(0, {"optim.lr": 0.1})
+    entry = tmp_path / "ledger" / "0000.json"
+    entry.write_text(content)
+    # A copy that someone made is no trial.
+    entry.with_name("0000-copy.json").write_text(content)
+    with pytest.raises(RunError, match=r"0000\.json is damaged.*remove it"):
+        sweep.trials()
+
+
+def test_a_restart_draws_nothing_a_second_time(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    sweep = Sweep.open_or_create(tmp_path, config(search="optuna"))
+    drawn = []
+    for number in range(4):
+        # A new source each time, as after a kill; no trial has ended.
+        drawn.append(proposals(sweep).propose(number))
+        sweep.draw(number, drawn[-1])
+    assert all(first != second for first, second in itertools.combinations(drawn, 2))
