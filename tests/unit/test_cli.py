@@ -250,6 +250,10 @@ def test_one_line_and_nothing_written(
             "seed is -1, expected at least 0",
         ),
         ("serve ={}/run/bundle --state-dir s", "a bundle has an empty name"),
+        (
+            "train dexml --data {}/corpus --out s3://bucket/run",
+            "s3://bucket/run is a URL; a run is",
+        ),
         ("mcp http://127.0.0.1 --port 65536", "--port is 65536, expected at least 1"),
         ("files cluster --out file", "file/cluster cannot be written (Not a directory)"),
         ("files cluster --out file/x", "file/x/cluster cannot be written (Not a directory)"),

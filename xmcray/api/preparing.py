@@ -9,8 +9,6 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-import numpy as np
-
 from xmcray import config as configs
 from xmcray import hub
 from xmcray.api.settings_sources import Location
@@ -149,6 +147,8 @@ def _raw_tables(
 
 def _label_uids(cell: Any) -> Any:
     """A list of label uids as texts, because integers in a file are numbers of rows."""
+    import numpy as np  # here, because help and mistakes of the command line do without it
+
     if not isinstance(cell, list | tuple | np.ndarray):
         return cell
     return [label if label is None else str(label) for label in cell]

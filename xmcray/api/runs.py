@@ -74,7 +74,7 @@ def train(
     watch: Any = watch_training if progress else contextlib.nullcontext
     run = launch.train(
         os.fspath(data),
-        Path(out),
+        os.fspath(out),  # as it is: a URL is refused, and a Path would take it for a folder
         settings,
         resume=resume,
         refit=refit,

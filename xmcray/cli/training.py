@@ -168,7 +168,8 @@ def _show_corpus(options: argparse.Namespace, corpus: Corpus) -> None:
         show_json({**dataclasses.asdict(corpus.card), "sha256": corpus.sha256})
         return
     show(statistics_table(corpus.card))
-    show_next(["xmcray", "train", method_names()[0], "--data", options.out, "--out", "RUN"])
+    # Its defaults suit most sets; those of a classifier depend on the set.
+    show_next(["xmcray", "train", "dexml", "--data", options.out, "--out", "RUN"])
 
 
 def train_options(verb: argparse.ArgumentParser) -> None:

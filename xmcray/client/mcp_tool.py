@@ -6,6 +6,7 @@ brings its own token, which is sent on, so access to the port alone gives no rig
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from mcp.server import MCPServer
@@ -15,7 +16,7 @@ from pydantic import BaseModel, Field
 
 from xmcray import __version__
 from xmcray.client import AsyncClient, SearchOptions, server_address
-from xmcray.errors import XmcrayError
+from xmcray.errors import ConfigError, XmcrayError, readable
 from xmcray.serving.schema import MAX_K
 
 HOST = "127.0.0.1"
@@ -103,6 +104,10 @@ def run(url: str, token_file: str | None, model: str | None, port: int | None) -
         port: of HTTP on this machine; stdin and stdout if None.
     """
     server = tool_server(url, token_file, model)
+    if token_file is not None:
+        failure = f"--token-file {token_file} cannot be read"
+        with readable(failure, "name the file of a token of the server", ConfigError):
+            Path(token_file).read_bytes()
     if port is None:
         server.run("stdio")
     else:

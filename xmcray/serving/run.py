@@ -71,6 +71,10 @@ def serve_forever(
     check_address(config, host, grpc_port if several(config) else 0, accept_open_ports)
     check_port(host, port)
     if grpc_port:
+        if grpc_port == port:
+            raise ConfigError(
+                f"--port and --grpc-port are both {port}, expected two ports; choose another"
+            )
         check_port(host, grpc_port, "--grpc-port")
     if alone:
         from xmcray.serving.local import serve_local

@@ -40,7 +40,7 @@ def refuse_existing(destination: str | Path) -> None:
         path = Path(destination)
         exists = any(path.iterdir()) if path.is_dir() else path.exists()
         # The finished folder is renamed, and nothing can take the place of these.
-        if path.is_symlink() or os.path.ismount(path):
+        if not exists and (path.is_symlink() or os.path.ismount(path)):
             raise StorageError(
                 f"{destination} is a link or a mount point, expected a folder that can be made; name"
                 " one inside it"

@@ -59,6 +59,13 @@ def test_a_url_of_no_server_is_refused_at_the_start(
     assert mistake == "the URL is 'ftp://h', expected http://HOST:PORT or https://HOST"
 
 
+def test_a_missing_token_file_is_refused_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistake = Shell(capsys).error(f"mcp http://127.0.0.1:9 --token-file {tmp_path}/token")
+    assert mistake.startswith(f"--token-file {tmp_path}/token cannot be read")
+
+
 async def test_over_http_the_token_of_each_request_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
