@@ -74,7 +74,7 @@ def test_a_client_that_leaves_takes_no_operation_with_it(
 async def test_a_swap_waits_for_a_replica_that_loads_longer_than_the_dead_are_silent(
     bundle: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas, "ALIVE_S", 0.5)
+    monkeypatch.setattr(replicas, "ALIVE_S", 1.5)
     monkeypatch.setattr(follower, "PRESENT_S", 0.1)
     load = Snapshot.load
     hold = threading.Event()
@@ -91,7 +91,7 @@ async def test_a_swap_waits_for_a_replica_that_loads_longer_than_the_dead_are_si
         monkeypatch.setattr(Snapshot, "load", slow)
         body = {"bundle": str(other), "recall_floor": 0}
         swap = asyncio.create_task(one.ask("/admin/v1/swap", body, ADMIN))
-        done, _ = await asyncio.wait([swap], timeout=1.5)
+        done, _ = await asyncio.wait([swap], timeout=4.5)
         assert not done, "three times as long as a silent replica is waited for"
         hold.set()
         answer = await swap
