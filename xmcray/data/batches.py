@@ -119,10 +119,12 @@ class TrainingData:
         object.__setattr__(self, "query_ids", KeptIds(self.num_query_ids, left_out))
         object.__setattr__(self, "training_rows", training_rows)
         validation_rows = np.setdiff1d(held_out, empty_rows, assume_unique=True)
-        # A query whose labels were all removed cannot be answered.
-        positives = self.corpus.split("train").positives(validation_rows)
-        is_answerable = self.corpus.answerable(positives).lengths > 0
-        validation_rows = validation_rows[is_answerable]
+        # A query whose labels were all removed cannot be answered. Few corpora have removed labels,
+        # and reading the positives of a large one takes long.
+        if len(self.corpus.removed_labels):
+            positives = self.corpus.split("train").positives(validation_rows)
+            is_answerable = self.corpus.answerable(positives).lengths > 0
+            validation_rows = validation_rows[is_answerable]
         object.__setattr__(self, "validation_rows", validation_rows)
 
     def with_validation_rows(self, rows: Int64Array) -> TrainingData:

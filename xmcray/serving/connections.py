@@ -104,7 +104,7 @@ class ConnectionRoom:
             self._evictable[connection] = None
 
     def protect(self, connection: LimitedProtocol) -> None:
-        """Lets nobody take the place of a connection, which has a request with a token."""
+        """Keeps the place of a connection from others: it has a request with a token."""
         self._evictable.pop(connection, None)
 
     def has(self, connection: LimitedProtocol) -> bool:

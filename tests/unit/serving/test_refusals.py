@@ -56,6 +56,17 @@ class Server:
         writer.close()
         return answers
 
+    async def until_the_end(self, *parts: bytes) -> bytes:
+        """What comes on a connection until the server ends it."""
+        reader, writer = await self.connect()
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.05)
+        answer = await reader.read()
+        writer.close()
+        return answer
+
     def refused(self) -> float:
         """How many searches the metrics have as refused."""
         (family,) = self.gateway.metrics.requests.collect()
@@ -166,10 +177,7 @@ async def test_a_connection_ends_where_the_client_wants_it(
     tmp_path: Path, refusals: list[Any], request_: bytes
 ) -> None:
     async with full_server(tmp_path) as server:
-        reader, writer = await server.connect()
-        writer.write(request_)
-        answer = await reader.read()
-        writer.close()
+        answer = await server.until_the_end(request_)
     assert statuses(answer) == [503]
     assert b"connection: close\r\n" in answer
     assert refusals[0] is not None
@@ -180,12 +188,9 @@ async def test_a_body_that_does_not_come_ends_the_connection(
 ) -> None:
     monkeypatch.setattr(connections, "LINGER_S", 0.2)
     async with full_server(tmp_path) as server:
-        reader, writer = await server.connect()
-        writer.write(search().removesuffix(BODY))
         # Sooner than a connection ends that is only idle.
         async with asyncio.timeout(3):
-            answer = await reader.read()
-        writer.close()
+            answer = await server.until_the_end(search().removesuffix(BODY))
     assert statuses(answer) == [503]
     assert refusals[0] is not None
 
@@ -213,16 +218,9 @@ async def test_a_client_that_is_still_sending_reads_why_it_is_refused(
     tmp_path: Path, refusals: list[Any]
 ) -> None:
     async with full_server(tmp_path) as server:
-        reader, writer = await server.connect()
-        writer.write(search("Connection: close").removesuffix(BODY))
-        # The answer has come by now.
-        await asyncio.sleep(0.1)
-        for _ in range(3):
-            writer.write(BODY)
-            await writer.drain()
-            await asyncio.sleep(0.05)
-        answer = await reader.read()
-        writer.close()
+        head = search("Connection: close").removesuffix(BODY)
+        # The answer comes after the head.
+        answer = await server.until_the_end(head, BODY, BODY, BODY)
     assert statuses(answer) == [503]
     assert refusals[0] is not None
 
