@@ -21,7 +21,7 @@ import torch
 from claim import FRESH, STORE, Claim, collect, due, mean, measured, packed, result_file, section
 from common import new_parser, provenance
 from pictures import standalone
-from variants import Variant
+from variants import Result, Variant
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
@@ -149,14 +149,20 @@ def write(claims: dict[str, Claim], arguments: argparse.Namespace) -> None:
 
 def keep(claims: dict[str, Claim], seeds: int) -> None:
     """Writes every measurement behind the page to benchmarks/results/claims.json."""
-    results = {}
+    results: dict[str, Result] = {}
+    # Claims that share a training compare different measures of it.
+    compared: dict[str, set[str]] = {}
     for claim in claims.values():
         for name, by_seed in collect(claim, seeds).items():
             for seed, result in by_seed.items():
                 key = result_file(claim.variants[name], seed).stem
-                results[key] = packed(result)
+                results[key] = result
+                compared.setdefault(key, set()).update(claim.compared(name))
     # One measurement per line, so that a change of one shows as one line.
-    lines = [f"{json.dumps(key)}: {json.dumps(results[key])}" for key in sorted(results)]
+    lines = []
+    for key in sorted(results):
+        line = packed(results[key], compared[key])
+        lines.append(f"{json.dumps(key)}: {json.dumps(line)}")
     STORE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 

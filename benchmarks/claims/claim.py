@@ -21,7 +21,7 @@ import math
 import os
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,6 +182,16 @@ class Claim:
         """The seeds of a variant if `seeds` of them are asked for."""
         return range(seeds if variant in self.slow else max(seeds, self.seeds))
 
+    def compared(self, variant: str) -> set[str]:
+        """The measures of a variant that a comparison uses."""
+        metrics = set()
+        for comparison in self.comparisons:
+            if variant == comparison.of:
+                metrics.add(comparison.metric)
+            if variant == (comparison.against or comparison.of):
+                metrics.add(comparison.against_metric or comparison.metric)
+        return metrics
+
     def verdict(self, results: Mapping[str, Mapping[int, Result]]) -> str:
         """`fails` if one comparison does, `holds` if all do; not before all are measured."""
         verdicts = {comparison.verdict(results) for comparison in self.comparisons}
@@ -266,11 +276,16 @@ def stored_results() -> dict[str, Result]:
     return {key: unpacked(result) for key, result in results.items()}
 
 
-def packed(result: Result) -> Result:
-    """A measurement for the store: with a digit for each test query its hits are most of it."""
+def packed(result: Result, compared: Container[str]) -> Result:
+    """A measurement for the store.
+
+    With a digit for each test query its hits are most of it, so only those of compared measures
+    are kept.
+    """
     if "hits" not in result:
         return result
-    text = zlib.compress(json.dumps(result["hits"]).encode(), level=9)
+    hits = {metric: digits for metric, digits in result["hits"].items() if metric in compared}
+    text = zlib.compress(json.dumps(hits).encode(), level=9)
     return {**result, "hits": base64.b85encode(text).decode()}
 
 

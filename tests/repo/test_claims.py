@@ -132,3 +132,31 @@ def test_slow_variants_have_fewer_seeds(claim: Any) -> None:
     )
     assert made.seeds_of("long", 5) == range(5)
     assert made.seeds_of("short", 5) == range(10)
+
+
+def test_the_store_keeps_what_the_verdict_needs(claim: Any) -> None:
+    comparison = claim.Comparison(of="a", metric="P@1", against="b", against_metric="text P@1")
+    made = claim.Claim(
+        number=1,
+        title="",
+        statement="",
+        source="",
+        setup="",
+        variants={},
+        comparisons=[comparison],
+    )
+    hits = {"P@1": "1100", "text P@1": "0100", "P@5": "5432"}
+    results = {
+        name: {seed: {"P@1": 0.5, "text P@1": 0.25, "hits": hits} for seed in range(3)}
+        for name in "ab"
+    }
+    stored = {
+        name: {
+            seed: claim.unpacked(claim.packed(result, made.compared(name)))
+            for seed, result in by_seed.items()
+        }
+        for name, by_seed in results.items()
+    }
+    assert stored["a"][0]["hits"] == {"P@1": "1100"}
+    assert stored["b"][0]["hits"] == {"text P@1": "0100"}
+    assert comparison.interval(stored) == comparison.interval(results)
