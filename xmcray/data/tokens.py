@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from xmcray import config as configs
 from xmcray.config import check_range
+from xmcray.data.token_cache import TokenCache, is_separable
 from xmcray.errors import BundleError, ConfigError, one_line, readable
 from xmcray.storage.whole_files import read_json
 from xmcray.types import Ragged, offsets_of, spans
@@ -95,7 +96,12 @@ class TextTokenizer:
         self.label_max_len = min(label_max_len, max_len)
         self.query_prompt = query_prompt
         self.label_prompt = label_prompt
-        backend = self._backend(max_len)
+        # The cache cuts texts itself, so its backend must not.
+        backend = self._backend(MAX_LEN if kind == "wordpiece" else max_len)
+        self._cache = None
+        if kind == "wordpiece" and is_separable(backend):
+            self._cache = TokenCache(backend)
+        self._library = backend
         ids = backend.get_vocab(with_added_tokens=True).values()
         # Ids may have gaps, in which case the largest one counts.
         self.vocab_size = max(len(ids), max(ids, default=-1) + 1)
@@ -116,7 +122,6 @@ class TextTokenizer:
     def _encode(self, texts: Sequence[str], max_len: int, prompt: str) -> Ragged:
         if not texts:
             return Ragged.empty(0)
-        backend = self._backend(max_len)
         # A block at a time: an encoding takes some kilobytes per text, and the ids are a small
         # part.
         rows: list[list[int]] = []
@@ -124,7 +129,7 @@ class TextTokenizer:
             block = texts[span]
             if prompt:
                 block = [prompt + text if text else "" for text in block]
-            rows += [encoding.ids for encoding in backend.encode_batch_fast(list(block))]
+            rows += self._token_ids(block, max_len)
         offsets = offsets_of([len(row) for row in rows])
         token_ids = itertools.chain.from_iterable(rows)
         values = np.fromiter(token_ids, np.int64, count=int(offsets[-1]))
@@ -135,6 +140,13 @@ class TextTokenizer:
                 " make the artifact again"
             )
         return Ragged(values, offsets)
+
+    def _token_ids(self, texts: Sequence[str], max_len: int) -> list[list[int]]:
+        """The token ids of each text."""
+        if self._cache is not None:
+            return [self._cache.token_ids(text, max_len) for text in texts]
+        encodings = self._backend(max_len).encode_batch_fast(list(texts))
+        return [encoding.ids for encoding in encodings]
 
     def check_prompts(self) -> None:
         """Raises ConfigError if a prompt leaves no room for the text."""
@@ -152,21 +164,21 @@ class TextTokenizer:
 
     def tokens(self, text: str) -> list[str]:
         """The tokens of one text as strings, for people."""
-        return list(self._backend(self.max_len).encode(text).tokens)
+        ids = self._token_ids([text], self.max_len)[0]
+        return [self._library.id_to_token(token_id) or UNKNOWN for token_id in ids]
 
     def vocabulary(self) -> list[str]:
         """All tokens as strings, by id."""
-        ids = self._backend(self.max_len).get_vocab(with_added_tokens=True)
+        ids = self._library.get_vocab(with_added_tokens=True)
         return sorted(ids, key=lambda token: ids[token])
 
     def words(self) -> list[str]:
         """Each token as a text, by id; the inside of a word ("##ing") as if it were a word."""
         if self.kind == "wordpiece":
             return [token.removeprefix("##") for token in self.vocabulary()]
-        backend = self._backend(self.max_len)
         words = []
         for token_id in range(self.vocab_size):
-            word = backend.decode([token_id], skip_special_tokens=False)
+            word = self._library.decode([token_id], skip_special_tokens=False)
             words.append(word.strip().removeprefix("##"))
         return words
 
