@@ -13,7 +13,7 @@ from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
-MAX_CHUNKS = 1 << 16  # about 20 MB
+MAX_CHUNKS = 1 << 15  # about 10 MB
 MAX_CHARS = 64  # a longer chunk hardly comes again
 
 
