@@ -24,6 +24,9 @@ from xmcray.permutations import random_sample
 from xmcray.types import Batch
 
 _PRIOR_QUERIES = 10_000  # training queries whose positives are counted for the logit prior
+# The papers' 0.05 is for the sum of the batch's losses. Ours is for their mean, and 256 queries are
+# a batch unless a preset or a user says otherwise.
+_CLASSIFIER_LR = 0.05 * 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,7 @@ class OneVsAllConfig:
 
     RENAMED: ClassVar = {"offset": "logit_prior"}
 
-    classifier: RowOptimConfig = field(default_factory=RowOptimConfig)
+    classifier: RowOptimConfig = field(default_factory=lambda: RowOptimConfig(lr=_CLASSIFIER_LR))
     init: Literal["random", "zeros", "texts", "centroids"] = "random"
     init_std: float = 0.02
     dropout: float = 0.5

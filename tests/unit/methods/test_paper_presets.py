@@ -169,3 +169,9 @@ def test_prime_lite_has_one_positive_and_half_the_batch(name: str) -> None:
         assert run.optim.lr == lr
         assert run.optim.epochs == epochs
         assert run.method.free_vectors == vectors
+
+
+@pytest.mark.parametrize("method", ["astra", "renee"])
+def test_the_default_rate_of_rows_is_that_of_a_summed_loss(method: str) -> None:
+    run = RunConfig.resolve(method, {}, [])
+    assert run.method.classifier.lr == 0.05 * run.optim.batch_size
