@@ -80,11 +80,13 @@ def test_decoupled_softmax_is_golden(tau: str, num_ranks: int) -> None:
 @pytest.mark.parametrize("k", [3, 5])
 def test_soft_top_k_is_golden(k: int, num_ranks: int) -> None:
     name = f"softtopk_k{k}"
-    widest = -(-golden(name)["scores"].shape[1] // num_ranks)
+    num_queries, num_columns = golden(name)["scores"].shape
+    widest = -(-num_columns // num_ranks)
+    k_G = torch.full((num_queries,), float(k))
     check(
         name,
         num_ranks,
-        lambda g, q, c, p: soft_top_k(q, c, p, NONE, k, float(g["alpha"]), 1.0, widest=widest),
+        lambda g, q, c, p: soft_top_k(q, c, p, NONE, k_G, float(g["alpha"]), 1.0, widest=widest),
     )
 
 
@@ -93,14 +95,15 @@ def test_soft_top_k_sums_to_k_and_has_the_gradient_of_its_definition() -> None:
     query_GD = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     column_UD = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
     skip = torch.tensor([0, 2]), torch.tensor([1, 8])
+    k_G = torch.tensor([3.0, 5.0, 0.5, 3.0], dtype=torch.float64)
 
     def threshold(query: Tensor, column: Tensor) -> Tensor:
-        return columns.top_k_threshold(query, column, Pairs(*skip), 3.0, 2.0, 4.0, widest=9)
+        return columns.top_k_threshold(query, column, Pairs(*skip), k_G, 2.0, 4.0, widest=9)
 
     score = 4 * query_GD @ column_UD.T
     score[skip] = -torch.inf
     sums = torch.sigmoid(2 * (score + threshold(query_GD, column_UD)[:, None])).sum(dim=1)
-    torch.testing.assert_close(sums, torch.full((4,), 3.0, dtype=torch.float64), atol=1e-6, rtol=0)
+    torch.testing.assert_close(sums, k_G, atol=1e-6, rtol=0)
     assert torch.autograd.gradcheck(threshold, (query_GD, column_UD))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from xmcray.losses.pairs import Pairs
 from xmcray.parallel import collectives
+from xmcray.parallel.transfers import to_device
 
 BLOCK_FLOATS = 1 << 23  # scores that are in memory at a time
 _BISECTIONS = 60  # halve a bracket of a few hundred down to the last digits of float64
@@ -41,13 +42,13 @@ def top_k_threshold(
     query_GD: Tensor,
     column_UD: Tensor,
     skipped: Pairs,
-    k: float,
+    k_G: Tensor,
     alpha: float,
     scale: float,
     *,
     widest: int,
 ) -> Tensor:
-    """t_i such that sum_c sigmoid(alpha * (scale * <q_i, c> + t_i)) = k; collective.
+    """t_i such that sum_c sigmoid(alpha * (scale * <q_i, c> + t_i)) = k_i; collective.
 
     The sum is over the columns of all ranks. Source: DEXML, Eq. 6.
 
@@ -55,7 +56,7 @@ def top_k_threshold(
         query_GD: All queries, the same on every rank.
         column_UD: This rank's columns, possibly none.
         skipped: Pairs that do not count, on the host, columns local to this rank.
-        k: Less than the number of columns that count for any query.
+        k_G: For each query, less than the number of its columns that count; on the host.
         alpha: Steepness.
         scale: 1 / temperature.
         widest: Most columns of any rank. Ranks meet for each block of queries, so all of them must
@@ -66,7 +67,7 @@ def top_k_threshold(
         dt/ds_m = -v_m / sum(v) with v = z (1 - z).
     """
     height = max(1, BLOCK_FLOATS // max(1, widest))
-    threshold_G = _Threshold.apply(query_GD, column_UD, skipped, k, alpha, scale, height)
+    threshold_G = _Threshold.apply(query_GD, column_UD, skipped, k_G, alpha, scale, height)
     return cast(Tensor, threshold_G)
 
 
@@ -125,14 +126,16 @@ class _Threshold(torch.autograd.Function):
         query_GD: Tensor,
         column_UD: Tensor,
         skipped: Pairs,
-        k: float,
+        k_G: Tensor,
         alpha: float,
         scale: float,
         height: int,
     ) -> Tensor:
+        (k_G,) = to_device([k_G], query_GD.device)
         thresholds = []
-        for _, score_RU in _row_blocks(query_GD, column_UD, skipped, scale, height):
-            thresholds.append(_solve(score_RU, k, alpha))
+        for start, score_RU in _row_blocks(query_GD, column_UD, skipped, scale, height):
+            k_R = k_G[start : start + len(score_RU)]
+            thresholds.append(_solve(score_RU, k_R, alpha))
         threshold_G = torch.cat(thresholds)
         ctx.save_for_backward(query_GD, column_UD, threshold_G)
         ctx.skipped = skipped
@@ -166,12 +169,12 @@ class _Threshold(torch.autograd.Function):
         return grad_query_GD, grad_column_UD, None, None, None, None, None
 
 
-def _solve(score_RU: Tensor, k: float, alpha: float) -> Tensor:
+def _solve(score_RU: Tensor, k_R: Tensor, alpha: float) -> Tensor:
     """Thresholds of some queries by bisection; collective.
 
     Args:
         score_RU: Scores with this rank's columns; -inf for skipped ones.
-        k: Sum of the sigmoids over the columns of all ranks.
+        k_R: Sum of the sigmoids over the columns of all ranks, for each query.
         alpha: Steepness.
     """
     if score_RU.shape[1]:
@@ -194,7 +197,7 @@ def _solve(score_RU: Tensor, k: float, alpha: float) -> Tensor:
         z_RU = torch.sigmoid(alpha * (score_RU + middle_R[:, None]))
         sum_R = collectives.sum_over_ranks(z_RU.sum(dim=1))
         # The sum rises with the threshold.
-        too_low_R = sum_R < k
+        too_low_R = sum_R < k_R
         low_R = torch.where(too_low_R, middle_R, low_R)
         high_R = torch.where(too_low_R, high_R, middle_R)
     return (low_R + high_R) / 2

@@ -82,7 +82,7 @@ def soft_top_k(
     column_UD: Tensor,
     positives: Pairs,
     skipped: Pairs,
-    k: float,
+    k_G: Tensor,
     alpha: float,
     scale: float,
     *,
@@ -98,12 +98,12 @@ def soft_top_k(
         column_UD: Vectors of this rank's columns.
         positives: Pairs that are learned.
         skipped: Pairs that do not count in the sum.
-        k: Sum of z over the columns.
+        k_G: Sum of z over the columns, for each query, on the host.
         alpha: Steepness.
         scale: 1 / temperature.
         widest: Most columns of any rank.
     """
-    threshold_G = top_k_threshold(query_GD, column_UD, skipped, k, alpha, scale, widest=widest)
+    threshold_G = top_k_threshold(query_GD, column_UD, skipped, k_G, alpha, scale, widest=widest)
     positives = positives.to(query_GD.device)
     score_P = pair_scores(query_GD, column_UD, positives.rows, positives.columns) * scale
     above_P = score_P + threshold_G[positives.rows]

@@ -99,12 +99,14 @@ class ScoredPool:
         positives: Drawn positives.
         skipped: Pairs that are neither positive nor negative; with the decoupled loss, all that are
             no negatives.
+        k_G: k of SoftTop-k for each query; None with another loss.
         keep_UD: Dropout mask of this rank's labels; None without dropout.
     """
 
     pool: LabelPool
     positives: Pairs
     skipped: Pairs
+    k_G: Tensor | None
     keep_UD: Tensor | None
 
 
@@ -323,11 +325,14 @@ class Dexml(DualEncoder):
         else:
             # Positives that were not drawn are neither positive nor negative.
             skipped = pool.pairs(batch.positives, batch.excluded, without=positives)
+        k_G = None
+        if self.config.loss == "soft_top_k":
+            k_G = self._top_k(batch, positives, pool)
         keep_UD = None
         if with_dropout:
             stop = pool.first + pool.num_columns
             keep_UD = self._keep_mask("labels", batch.step, pool.first, stop)
-        return ScoredPool(pool, pool.positives(positives, batch), skipped, keep_UD)
+        return ScoredPool(pool, pool.positives(positives, batch), skipped, k_G, keep_UD)
 
     def _total(
         self,
@@ -353,25 +358,33 @@ class Dexml(DualEncoder):
             return softmax(query_GD, column_UD, drawn, skipped, scale)
         if self.config.loss == "bce":
             return full_bce(query_GD * scale, column_UD, drawn, skipped)
-        k = self._top_k(batch, scored.pool)
+        assert scored.k_G is not None
         return soft_top_k(
             query_GD,
             column_UD,
             drawn,
             skipped,
-            k,
+            scored.k_G,
             self.config.alpha,
             scale,
             widest=scored.pool.most_columns,
         )
 
-    def _top_k(self, batch: Batch, pool: LabelPool) -> float:
-        """k, or less in a small pool: at least one column must be able to stay outside the top k."""
-        num_skipped_G = batch.positives.lengths + batch.excluded.lengths
-        most_outside = pool.num_labels - num_skipped_G.max(initial=0) - 1
-        k = min(self.config.top_k, most_outside)
-        # The threshold exists for any k above 0, so a tiny pool gets half a label.
-        return float(max(k, 0.5))
+    def _top_k(self, batch: Batch, positives: Ragged, pool: LabelPool) -> Tensor:
+        """[G], k of each query, or less if its columns are too few to leave one outside the top k.
+
+        Args:
+            batch: Global batch.
+            positives: Drawn positives of all queries.
+            pool: Labels that are scored.
+        """
+        # Drawn positives count. The other positives and the query's own label do not, and no label
+        # is both.
+        num_undrawn_G = pool.count(batch.positives) - pool.count(positives)
+        num_counted_G = pool.num_labels - num_undrawn_G - pool.count(batch.excluded)
+        k_G = np.minimum(self.config.top_k, num_counted_G - 1)
+        # The threshold exists for any k above 0, so a query with one column gets half a label.
+        return torch.from_numpy(np.maximum(k_G, 0.5))
 
 
 class EmbeddingCache:

@@ -59,7 +59,7 @@ def left_out_of(batch: Batch, drawn: Ragged, query: int) -> Int64Array:
 
 
 def summed_loss(
-    batch: Batch, drawn: Ragged, pool: Int64Array, logits_GC: Tensor, loss: str, top_k: float = 0
+    batch: Batch, drawn: Ragged, pool: Int64Array, logits_GC: Tensor, loss: str, top_k: int = 0
 ) -> float:
     """The loss of all queries, one after the other.
 
@@ -69,14 +69,16 @@ def summed_loss(
         pool: labels of the columns.
         logits_GC: inner products with them.
         loss: as the setting.
-        top_k: k of SoftTop-k.
+        top_k: k of SoftTop-k, where a query has more columns than that.
     """
     score_GC = logits_GC.numpy() / 0.25
     total = 0.0
     for query, score_C in enumerate(score_GC):
         counted = np.flatnonzero(~np.isin(pool, left_out_of(batch, drawn, query)))
-        place = int(np.flatnonzero(pool[counted] == drawn[query][0])[0])
-        total += loss_of_query(loss, score_C[counted], place, top_k)
+        k = min(top_k, len(counted) - 1)
+        for positive in drawn[query]:
+            place = int(np.flatnonzero(pool[counted] == positive)[0])
+            total += loss_of_query(loss, score_C[counted], place, k)
     return total
 
 
@@ -115,20 +117,23 @@ def test_hard_columns_are_drawn_from_the_shortlist(corpus: Corpus) -> None:
     assert float(output.total) == pytest.approx(expected, rel=1e-8)
 
 
-def test_k_leaves_a_column_outside(corpus: Corpus) -> None:
-    settings = ["method.loss=soft_top_k", "method.columns=in_batch", "method.top_k=50"]
-    setup, method = made(corpus, *settings)
+@pytest.mark.parametrize("num_positives", [1, 0])
+@pytest.mark.parametrize("columns", ["in_batch", "all"])
+def test_each_query_has_the_largest_k_that_leaves_a_column_outside(
+    corpus: Corpus, columns: str, num_positives: int
+) -> None:
+    settings = ["method.loss=soft_top_k", f"method.columns={columns}", "method.top_k=1000"]
+    setup, method = made(corpus, *settings, f"method.num_positives={num_positives}")
     batch = setup.sampler.batch(0, 0, 1)
-    drawn = method.context.draw_positives(batch, 1)
-    pool = np.unique(drawn.values)
-    num_skipped = (batch.positives.lengths + batch.excluded.lengths).max()
-    top_k = len(pool) - num_skipped - 1
-    assert top_k > 1
+    drawn = batch.positives
+    if num_positives:
+        drawn = method.context.draw_positives(batch, num_positives)
+    pool = np.unique(drawn.values) if columns == "in_batch" else np.arange(setup.data.num_labels)
     with torch.no_grad():
         query_GD, label_CD = method.encode(batch, pool)
         output = method.loss(batch, None)
     found = float(output.total.detach()) / output.divisor
-    expected = summed_loss(batch, drawn, pool, query_GD @ label_CD.T, "soft_top_k", top_k)
+    expected = summed_loss(batch, drawn, pool, query_GD @ label_CD.T, "soft_top_k", 1000)
     assert found == pytest.approx(expected / len(batch.query_ids), rel=1e-8)
 
 
