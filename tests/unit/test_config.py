@@ -140,6 +140,7 @@ def test_a_range_refuses_what_is_not_inside(value: float) -> None:
     [
         "optim.lr=.nan",
         "optim.stop_epoch=-1",
+        "optim.stop_epoch=16",
         "optim.beta1=1",
         "optim.beta2=-0.1",
         "optim.beta2=1.0",

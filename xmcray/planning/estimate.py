@@ -160,7 +160,7 @@ class _Training:
     @property
     def epochs(self) -> int:
         """Epochs that are trained, of which a run may stop early."""
-        return self.config.optim.stop_epoch or self.config.optim.epochs
+        return self.config.optim.num_epochs
 
     @property
     def first_spread(self) -> Spread:

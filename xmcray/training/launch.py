@@ -209,7 +209,7 @@ def refit_config(selection: Run) -> RunConfig:
     validation.
     """
     config = selection.config
-    best_epoch = config.optim.epochs - 1
+    best_epoch = config.optim.num_epochs - 1
     best_score = -float("inf")
     path = selection.path / "metrics.jsonl"
     with readable(f"{path} is damaged", "pass --restart to train anew"):

@@ -167,7 +167,7 @@ class Loop:
         self.watch = watch or Watch(StopFlag(run.path))
         self.saved_step = 0
         self.steps_per_epoch = setup.sampler.steps_per_epoch
-        num_epochs = self.config.optim.stop_epoch or self.config.optim.epochs
+        num_epochs = self.config.optim.num_epochs
         self.last_step = num_epochs * self.steps_per_epoch
         self.feed = ShortlistFeed(
             Ledger(run.negatives),

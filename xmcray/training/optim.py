@@ -27,7 +27,8 @@ class OptimConfig:
 
     Attributes:
         epochs: passes over the training queries.
-        stop_epoch: end after so many epochs of the same schedule; 0 is all of them.
+        stop_epoch: end after so many epochs of the same schedule, at most `epochs`; 0 is all of
+            them.
         batch_size: queries of a global batch.
         lr: peak learning rate of the encoder.
         token_lr: of a static encoder's token table and of PRIME's free vectors; 0 means lr.
@@ -67,7 +68,7 @@ class OptimConfig:
             self,
             "optim",
             epochs=1,
-            stop_epoch=0,
+            stop_epoch=(0, self.epochs),
             batch_size=1,
             lr=0,
             token_lr=0,
@@ -81,6 +82,11 @@ class OptimConfig:
         )
         check_decay("optim.lr", self.lr, "optim.weight_decay", self.weight_decay)
         check_choices(self, "optim")
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs that are trained: `stop_epoch`, or all."""
+        return self.stop_epoch or self.epochs
 
     @property
     def dtype(self) -> torch.dtype:

@@ -166,7 +166,7 @@ class BundleMaker:
             # `train` finds the finished trial there, and `fuse` the queries that it held out.
             path.mkdir(parents=True, exist_ok=True)
             selection.symlink_to(os.path.relpath(attempt.run_path, path))
-        pacer = Pacer(clock, name, attempt.config.optim.epochs, Limits(end_s))
+        pacer = Pacer(clock, name, attempt.config.optim.num_epochs, Limits(end_s))
         self.lanes.train(
             self.study.corpus.origin, path, attempt.config, refit=True, watch=pacer.watch
         )

@@ -91,7 +91,7 @@ def _plain(attempt: Attempt) -> dict[str, Any]:
     return {
         "name": attempt.name,
         **_described(attempt.candidate),
-        "epochs": attempt.config.optim.epochs,
+        "epochs": attempt.config.optim.num_epochs,
         "seconds": round(attempt.seconds, 1),
         **attempt.trial.plain(),
     }

@@ -94,7 +94,7 @@ class CandidateSearch:
         attempts = self.study.attempts(candidate.method)
         epoch_seconds = [attempt.epoch_s for attempt in attempts if attempt.epoch_s is not None]
         sweep = self.study.sweep(candidate.method)
-        epochs = sweep.config.resolve(candidate.values).optim.epochs
+        epochs = sweep.config.resolve(candidate.values).optim.num_epochs
         return min(epoch_seconds, default=0.0) * epochs
 
     def _run(self, sweep: Sweep, number: int) -> None:
@@ -102,7 +102,7 @@ class CandidateSearch:
         with self._lock:
             attempt = self.study.attempt(sweep.config.method, number)
             limits = self._limits(attempt)
-        pacer = Pacer(self.study.clock, attempt.name, attempt.config.optim.epochs, limits)
+        pacer = Pacer(self.study.clock, attempt.name, attempt.config.optim.num_epochs, limits)
         failure = ""
         try:
             self.lanes.train(
@@ -147,7 +147,7 @@ class CandidateSearch:
             for other in self.study.attempts(attempt.candidate.method):
                 is_rival = other.trial.state in ("finished", "unfinished")
                 if is_rival and other.name != attempt.name:
-                    best = max(best, score_at_rung(other.trial, other.config.optim.epochs))
+                    best = max(best, score_at_rung(other.trial, other.config.optim.num_epochs))
         return best
 
     def _end(self, attempt: Attempt, pacer: Pacer) -> None:
@@ -179,13 +179,14 @@ class CandidateSearch:
         """Draws a trial with as many epochs as there is time for."""
         number = attempt.trial.number + SHORTER
         optim = attempt.config.optim
-        epochs = min(int(TRIAL_SHARE * self.left_s / epoch_s), optim.epochs - 1)
+        epochs = min(int(TRIAL_SHARE * self.left_s / epoch_s), optim.num_epochs - 1)
         drawn = [trial.number for trial in attempt.sweep.trials()]
         if number in drawn or epochs < 1:
             return
         values = {
             **attempt.trial.values,
             "optim.epochs": epochs,
+            "optim.stop_epoch": 0,
             "optim.warmup_steps": optim.warmup_steps * epochs // optim.epochs,
         }
         attempt.sweep.draw(number, values)

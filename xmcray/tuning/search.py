@@ -7,6 +7,7 @@ with the trials that have not ended.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ from ray.tune.search import Searcher
 from ray.tune.stopper import Stopper
 
 from xmcray import draws, errors
-from xmcray.errors import ResourceError, RunError, StorageError, XmcrayError
+from xmcray.errors import ConfigError, ResourceError, RunError, StorageError, XmcrayError
 from xmcray.ray_adapter import private
 from xmcray.ray_adapter.session import ray_session
 from xmcray.training.run import ClusterConfig
@@ -197,7 +198,8 @@ def _amounts(names: Mapping[str, float], resources: Mapping[str, float]) -> str:
 
 def asha(sweep: Sweep) -> ASHAScheduler:
     """The scheduler, which knows the validations of all trials that have ended."""
-    epochs = max(_possible_epochs(sweep))
+    # Without a feasible trial, nothing will be compared.
+    epochs = max(_possible_epochs(sweep), default=1)
     grace = max(1, round(epochs / REDUCTION**2))
     scheduler = ASHAScheduler(
         time_attr=TIME,
@@ -222,16 +224,17 @@ def asha(sweep: Sweep) -> ASHAScheduler:
 
 
 def _possible_epochs(sweep: Sweep) -> list[int]:
-    """Numbers of epochs at the ends of the space, and without it."""
+    """Numbers of epochs at the ends of the space."""
     candidates: list[Values] = [{}]
     for name in ("optim.epochs", "optim.stop_epoch"):
         if name in sweep.space:
-            candidates += [{name: value} for value in sweep.space[name].values_to_check()]
+            ends = sweep.space[name].values_to_check()
+            candidates = [{**values, name: end} for values in candidates for end in ends]
     possible_epochs = []
     for values in candidates:
-        optim = sweep.config.resolve(values).optim
-        # 0 means that training does not stop before the last epoch.
-        possible_epochs.append(optim.stop_epoch or optim.epochs)
+        # Some ends do not fit together: a trial does not stop after its last epoch.
+        with contextlib.suppress(ConfigError):
+            possible_epochs.append(sweep.config.resolve(values).optim.num_epochs)
     return possible_epochs
 
 

@@ -103,7 +103,7 @@ class Attempt:
         if best is None:
             return 1.0
         _, epoch = best
-        return epoch / self.config.optim.epochs
+        return epoch / self.config.optim.num_epochs
 
     @property
     def config(self) -> RunConfig:

@@ -58,8 +58,11 @@ def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part_weights, "LARGEST_P_VALUE", 2.0)
 
 
-def run_auto(corpus: Corpus, out: Path, budget_s: float = 600) -> dict[str, Any]:
-    return auto(corpus, out, budget_s, ["astra", "dexml"], SMALL, lambda _: None)
+def run_auto(
+    corpus: Corpus, out: Path, budget_s: float = 600, **settings: object
+) -> dict[str, Any]:
+    overrides = {**SMALL, **settings}
+    return auto(corpus, out, budget_s, ["astra", "dexml"], overrides, lambda _: None)
 
 
 def recorded(trained: list[str], before: Callable[[int], None] = lambda _: None) -> Any:
@@ -219,6 +222,27 @@ def test_a_training_that_is_too_slow_is_tried_with_fewer_epochs_again_and_again(
     with pytest.raises(RunError, match="no training was finished"):
         run_auto(corpus, tmp_path / "study", budget_s=1200)
     assert epochs == [4, 2, 1, 4, 2, 1]
+
+
+def test_a_training_with_fewer_epochs_stops_after_its_last_one(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = []
+
+    def never_done(
+        _: Lanes, __: str, ___: Path, config: RunConfig, refit: bool, watch: Watch
+    ) -> None:
+        trained.append((config.optim.epochs, config.optim.num_epochs))
+        pacer = watch.__self__  # type: ignore[attr-defined]
+        assert pacer.epochs == config.optim.num_epochs
+        pacer.reason = "too slow"
+        pacer.epoch_s = 108.0
+
+    monkeypatch.setattr(Lanes, "train", never_done)
+    monkeypatch.setattr(study, "candidates", lambda *_: CANDIDATES[:1])
+    with pytest.raises(RunError, match="no training was finished"):
+        run_auto(corpus, tmp_path / "study", **{"optim.stop_epoch": 3})
+    assert trained == [(4, 3), (2, 2), (1, 1)]
 
 
 def test_presets_of_about_the_size_come_first(monkeypatch: pytest.MonkeyPatch) -> None:

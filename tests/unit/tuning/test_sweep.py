@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -196,6 +197,20 @@ def test_the_scheduler_knows_the_past(tmp_path: Path) -> None:
     alone = asha(make(tmp_path / "alone", {}))
     alone.on_trial_add(None, bad)
     assert alone.on_trial_result(None, bad, {"epoch": 1, "score": 0.1}) == "CONTINUE"
+
+
+def test_the_longest_trial_that_is_possible_decides_the_rungs(tmp_path: Path) -> None:
+    # A trial of 9 epochs cannot stop after 30.
+    space = {
+        "optim.epochs": {"choice": [9, 90]},
+        "optim.stop_epoch": {"choice": [3, 30]},
+    }
+    scheduler = asha(make(tmp_path, {n: [0.5] * 5 for n in range(4)}, space=space))
+    bad = SimpleNamespace(trial_id="bad")
+    scheduler.on_trial_add(None, bad)
+    # Trials are compared after a ninth of 30 epochs.
+    assert scheduler.on_trial_result(None, bad, {"epoch": 2, "score": 0.1}) == "CONTINUE"
+    assert scheduler.on_trial_result(None, bad, {"epoch": 3, "score": 0.1}) == "STOP"
 
 
 def test_shares_of_a_cluster() -> None:
