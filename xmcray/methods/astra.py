@@ -22,7 +22,6 @@ from torch import Tensor
 
 from xmcray import draws
 from xmcray.config import check_range
-from xmcray.errors import ConfigError
 from xmcray.losses.bce import sampled_bce
 from xmcray.losses.pairs import pair_scores
 from xmcray.methods.base import MethodContext, MethodEntry
@@ -73,16 +72,11 @@ class Astra(OneVsAll):
     """Implements `methods.base.Method`."""
 
     def __init__(self, config: AstraConfig, context: MethodContext) -> None:
-        negatives = context.negatives
-        if not (config.exact or negatives.hard or negatives.uniform):
-            raise ConfigError(
-                "negatives.uniform and negatives.hard are 0: rows would only meet positives;"
-                " raise one, or set method.exact=true"
-            )
         super().__init__(config, context)
         self.config = config
         if config.logit_prior == "prior":
             num_labels = context.data.num_labels
+            negatives = context.negatives
             if config.exact:
                 num_negatives: float = num_labels
             else:
@@ -163,4 +157,9 @@ class Astra(OneVsAll):
         return float(weight)
 
 
-ENTRY = MethodEntry(AstraConfig, Astra, has_prefixes=lambda config: True)
+ENTRY = MethodEntry(
+    AstraConfig,
+    Astra,
+    has_prefixes=lambda config: True,
+    needs_negatives=lambda config: not config.exact,
+)

@@ -249,6 +249,8 @@ class MethodEntry:
         uses_label_texts: Label vectors are made of label texts, so labels without text have none.
         has_prefixes: Whether the method's losses mean the same for the first columns of the encoder's
             vectors, given its settings.
+        needs_negatives: Whether queries meet no other negatives than those of section `negatives`,
+            given the method's settings.
         sections: Which of the optional sections `memory` and `fusion` the method has.
         in_force: The settings as they take effect with a number of labels.
     """
@@ -259,6 +261,7 @@ class MethodEntry:
     label_counts: tuple[str, ...] = ()
     uses_label_texts: bool = False
     has_prefixes: Callable[[Any], bool] = lambda config: False
+    needs_negatives: Callable[[Any], bool] = lambda config: False
     sections: tuple[str, ...] = ()
     in_force: Callable[[Any, int], Any] = lambda config, num_labels: config
 

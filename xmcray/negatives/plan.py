@@ -114,6 +114,10 @@ class NegativesConfig:
         curriculum_epoch = epoch - self.start_epoch + 1
         return min(self.hard, math.ceil(self.hard * curriculum_epoch / self.curriculum))
 
+    def num_epochs_without(self, num_epochs: int) -> int:
+        """Returns how many of the first epochs have neither uniform nor hard negatives."""
+        return sum(not (self.uniform_at(e) or self.hard_at(e)) for e in range(num_epochs))
+
     def num_clusters_at(self, epoch: int, num_queries: int) -> int:
         """Returns the clusters of an epoch: the largest power of two whose clusters are not too
         small.

@@ -30,6 +30,7 @@ from xmcray.errors import (
 )
 from xmcray.methods.registry import method_entry
 from xmcray.negatives.false_negatives import open_teacher
+from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.pool import NegativePool
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.ray_adapter.session import ray_session
@@ -198,6 +199,17 @@ def clipped(
     if entry.uses_label_texts and 0 < num_without_text < num_labels:
         yield (
             f"{num_without_text} of {num_labels} labels have no text, by which {config.method_name} would find them"
+        )
+    num_epochs = config.optim.num_epochs
+    num_without = negatives.num_epochs_without(num_epochs)
+    if entry.needs_negatives(config.method) and num_without:
+        yield f"{num_without} of {num_epochs} epochs have no negatives: rows only meet positives"
+    default_hard = entry.defaults.get("negatives", {}).get("hard", NegativesConfig().hard)
+    is_wanted = negatives.cluster_size > 0 or negatives.hard not in (0, default_hard)
+    if is_wanted and num_epochs <= negatives.start_epoch:
+        yield (
+            f"hard negatives and clusters begin after {negatives.start_epoch} epochs, of which the run"
+            f" has {num_epochs}; lower negatives.start_epoch to use them"
         )
     if negatives.cluster_size > num_train:
         size = negatives.cluster_size

@@ -211,7 +211,27 @@ class RunConfig:
                 " the encoder's own columns, expected astra, renee, or dexml without a cache; leave it"
                 " out"
             )
+        if entry.needs_negatives(config.method):
+            config.refuse_positives_alone()
         return config
+
+    def refuse_positives_alone(self) -> None:
+        """Raises ConfigError if no epoch has a negative."""
+        negatives = self.negatives
+        num_epochs = self.optim.num_epochs
+        if negatives.num_epochs_without(num_epochs) < num_epochs:
+            return
+        found = "negatives.uniform and negatives.hard are 0"
+        advice = "raise one"
+        if negatives.hard:
+            found = (
+                f"negatives.uniform is 0, and hard negatives begin after {negatives.start_epoch}"
+                f" epochs, of which the run has {num_epochs}"
+            )
+            advice = "raise negatives.uniform, lower negatives.start_epoch"
+        raise ConfigError(
+            f"{found}: rows would only meet positives; {advice}, or set method.exact=true"
+        )
 
     @property
     def exchange_limit_s(self) -> float:

@@ -107,12 +107,29 @@ def test_texts_are_needed_where_labels_are_made_of_them(name: str, tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
-def test_rows_need_negatives(corpora: dict[str, Corpus], tmp_path: Path) -> None:
-    config = RunConfig.resolve("astra", {}, [*SETTINGS, "negatives.hard=0", "negatives.uniform=0"])
-    with pytest.raises(
-        ConfigError, match=r"rows would only meet positives; raise one, or set method\.exact=true"
-    ):
-        train(corpora["three"].path, tmp_path / "run", config)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["negatives.hard=0", "negatives.uniform=0"],
+            "negatives.uniform and negatives.hard are 0: rows would only meet positives; raise one,"
+            " or set method.exact=true",
+        ),
+        (
+            ["negatives.uniform=0", "optim.epochs=5"],
+            "negatives.uniform is 0, and hard negatives begin after 5 epochs, of which the run has 5:"
+            " rows would only meet positives; raise negatives.uniform, lower negatives.start_epoch,"
+            " or set method.exact=true",
+        ),
+        (["negatives.uniform=0", "optim.stop_epoch=2"], "of which the run has 2: rows would only"),
+    ],
+)
+def test_rows_need_negatives(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.resolve("astra", {}, settings)
+    assert message in str(caught.value)
+    RunConfig.resolve("astra", {}, [*settings, "method.exact=true"])
+    RunConfig.resolve("dexml", {}, settings)
 
 
 def test_what_is_clipped_is_said() -> None:
@@ -125,3 +142,14 @@ def test_what_is_clipped_is_said() -> None:
     ]
     eta = ["method.hard_per_query=9", "negatives.hard=7"]
     assert lines("unidec", *eta) == ["method.hard_per_query is 9, clipped to negatives.hard, 7"]
+    some = ["negatives.uniform=0", "optim.epochs=6"]
+    assert lines("astra", "negatives.hard=20", *some) == [
+        "5 of 6 epochs have no negatives: rows only meet positives"
+    ]
+    unused = [
+        "hard negatives and clusters begin after 5 epochs, of which the run has 4; lower"
+        " negatives.start_epoch to use them"
+    ]
+    assert lines("dexml", "negatives.hard=12", "optim.epochs=4") == unused
+    assert lines("dexml", "negatives.cluster_size=9", "optim.epochs=4") == unused
+    assert lines("dexml", "negatives.cluster_size=9", "optim.epochs=6") == []
