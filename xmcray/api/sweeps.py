@@ -75,7 +75,8 @@ def tune(
         scheduler: "asha" ends trials that are behind.
         metric: on the validation split, or the mean of several joined by "+".
         first: configurations whose values the first trials have, as near as the space allows.
-        trial_cpu_s: seconds of CPU time after which a trial is stopped; no limit if not given.
+        trial_cpu_s: seconds of CPU time after which a trial is stopped; no limit if not given. Only
+            for trials without workers.
         workers: processes of each trial; 0 is its own.
         seed: of the sampled values.
         keep: best trials whose checkpoints stay.
@@ -143,6 +144,11 @@ def _checked(
     if definition.scheduler == "asha" and not settings.log.validate_every:
         raise ConfigError(
             "log.validate_every is 0, but asha compares trials while they train; set it to 1"
+        )
+    if definition.trial_cpu_s and settings.cluster.workers:
+        raise ConfigError(
+            f"--trial-cpu-s limits trials that train in one process each, but they have"
+            f" {settings.cluster.workers} workers; leave out one of the two"
         )
     # The corpus comes last: opening it takes longer than all other checks.
     corpus = Corpus.open(os.fspath(data))

@@ -87,7 +87,7 @@ def _add_search_options(verb: argparse.ArgumentParser) -> None:
         "--trial-cpu-s",
         type=float,
         metavar="S",
-        help="stop trials that need more seconds of CPU time (default: no limit)",
+        help="stop trials that need more seconds of CPU time (default: no limit); not with --workers",
     )
     verb.add_argument(
         "--workers",

@@ -315,6 +315,10 @@ def test_importance_is_that_of_the_last_common_epoch() -> None:
             "data.validation is 0, so no query is left to compare trials by",
         ),
         ("astra --set log.validate_every=0", "log.validate_every is 0, but asha compares trials"),
+        (
+            "astra --trial-cpu-s 60 --workers 2",
+            "--trial-cpu-s limits trials that train in one process each, but they have 2 workers",
+        ),
         ("astra --set optim.lr=-1", "optim.lr is -1.0, expected at least 0"),
         ("--bundle b --keep 2", "--keep is for trainings, but --bundle only searches"),
         ("--bundle b", "unknown inference-time setting 'optim.lr'"),
