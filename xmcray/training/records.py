@@ -85,21 +85,30 @@ def following(path: Path, on_record: Callable[[Record], None]) -> Iterator[None]
     """Calls `on_record`, in a thread, for each record that is written while the block runs.
 
     Records of the block's last moment are included. What the file holds when the block begins is
-    skipped, also where a resumed run repeats it.
+    skipped, also where a resumed run repeats it. If workers are lost within the block, the records
+    that training repeats from its checkpoint come again.
 
     Args:
         path: Path of metrics.jsonl; it need not exist yet.
         on_record: Called with each new record.
     """
     old = read_records(path)
-    last_old_step = int(old[-1]["step"]) if old else 0
+    last_old_place = _place(old[-1]) if old else (0, False)
 
     def forward(record: Record) -> None:
-        if record["step"] > last_old_step:
+        if _place(record) > last_old_place:
             on_record(record)
 
     with tailing(path, forward, num_seen=0):
         yield
+
+
+def _place(record: Record) -> tuple[int, bool]:
+    """Step and kind: at one step, the validation follows the record of training, which has a loss.
+
+    A run that was killed between the two still owes the validation.
+    """
+    return int(record["step"]), "loss" not in record
 
 
 @contextlib.contextmanager
@@ -156,7 +165,7 @@ def _tail(
             content = file.read()
         lines = content[: content.rfind(b"\n") + 1]
         records = _parsed(lines)
-        # What a run that was cut back repeats has been seen.
+        # What is left of a file that was cut back has been seen.
         for record in records[max(0, num_seen - num_read) :]:
             on_record(record)
         position += len(lines)

@@ -12,7 +12,7 @@ import pytest
 from processes import wait_until
 
 from xmcray.training import records
-from xmcray.training.records import Record, Records, read_records, tailing
+from xmcray.training.records import Record, Records, following, read_records, tailing
 
 PATIENCE_S = 20
 
@@ -84,6 +84,23 @@ def test_a_run_that_is_cut_back_is_followed_on(tmp_path: Path, parsed_bytes: lis
         file.add({"step": 2})
         seen.wait_for(lambda: len(seen.steps) == 3)
     assert seen.steps == [2, 3, 2]
+
+
+def test_a_validation_that_was_still_owed_is_followed(
+    tmp_path: Path, parsed_bytes: list[int]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = Records(path)
+    # The run was killed between the record of step 2 and its validation.
+    for step in (1, 2):
+        file.add({"step": step, "loss": 0.5})
+    heard: list[Record] = []
+    with following(path, heard.append):
+        file.truncate(1)
+        file.add({"step": 2, "loss": 0.5})
+        file.add({"step": 2, "P@1": 0.5})
+        file.add({"step": 3, "loss": 0.5})
+    assert [(record["step"], "P@1" in record) for record in heard] == [(2, True), (3, False)]
 
 
 @pytest.mark.parametrize(
