@@ -20,12 +20,14 @@ from safetensors.torch import load_file, save_file
 
 from xmcray.data.corpus import Corpus
 from xmcray.errors import StorageError
+from xmcray.negatives.version_folder import QueryBlock
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
 from xmcray.storage.artifact import open_artifact
 from xmcray.storage.manifest import finish_manifest, read_manifest
 from xmcray.storage.whole_files import publish, write_json
 from xmcray.training import checkpoint as checkpoints
+from xmcray.training.checkpoint import Checkpoint
 from xmcray.training.checkpoint_writer import CheckpointWriter
 from xmcray.training.loop import Loop, Setup
 from xmcray.training.run import RunConfig
@@ -66,6 +68,27 @@ def test_any_number_of_ranks_reads_its_rows(
         ):
             rows[first : first + len(tensors["weight"])] = tensors["weight"]
         assert torch.equal(rows, wanted[part.start : part.stop])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_any_number_of_ranks_goes_on_with_the_vectors_that_were_collected(
+    tmp_path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vectors = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
+    for rank in range(3):
+        # Queries come in any order.
+        ids = np.arange(9)[::-1][rank::3].copy()
+        block = QueryBlock(ids, vectors[ids], 2 * ids)
+        save_arrays(block.arrays(), tmp_path / f"collected-{rank:04d}.safetensors")
+    monkeypatch.setattr(collectives, "num_ranks", lambda: num_ranks)
+    blocks = []
+    for rank in range(num_ranks):
+        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
+        blocks += checkpoints.collected(Checkpoint(tmp_path, 1, {}))
+    joined = QueryBlock.concatenate(blocks)
+    assert sorted(joined.ids) == list(range(9))
+    np.testing.assert_array_equal(joined.vectors, vectors[joined.ids])
+    np.testing.assert_array_equal(joined.extra, 2 * joined.ids)
 
 
 def test_a_damaged_checkpoint_is_passed_over(corpus: Corpus, tmp_path: Path) -> None:
