@@ -302,13 +302,15 @@ class Clock:
     @contextlib.contextmanager
     def counting(self, name: str) -> Iterator[None]:
         """The seconds of the block are counted for a name; blocks may overlap."""
-        self.tick()
-        self._running.add(name)
+        with self._lock:
+            self.tick()
+            self._running.add(name)
         try:
             yield
         finally:
-            self.tick()
-            self._running.remove(name)
+            with self._lock:
+                self.tick()
+                self._running.remove(name)
 
     def tick(self) -> None:
         """Counts the seconds since the last call, and writes the file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,36 @@ class FakeClock(Clock):
 
     def tick(self) -> None:
         pass
+
+
+def test_no_training_begins_while_the_seconds_of_others_are_counted(tmp_path: Path) -> None:
+    has_ticked = threading.Event()
+    is_counting = threading.Event()
+
+    class Seconds(dict[str, float]):
+        def get(self, name: str, default: Any = None) -> Any:
+            if threading.current_thread() is not second:
+                is_counting.set()
+                second.join(0.1)
+            return super().get(name, default)
+
+    class SlowClock(Clock):
+        def tick(self) -> None:
+            super().tick()
+            if threading.current_thread() is second:
+                has_ticked.set()
+                is_counting.wait(0.1)
+
+    clock = SlowClock(tmp_path / "clock.json")
+    block = clock.counting("second")
+    second = threading.Thread(target=block.__enter__)
+    with clock.counting("first"):
+        clock._seconds = Seconds()
+        second.start()
+        has_ticked.wait()
+        clock.tick()
+    second.join()
+    assert clock._running == {"second"}
 
 
 def paced(folder: Path, limits: Limits, records: list[tuple[float, dict[str, Any]]]) -> Pacer:
