@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from xmcray import draws
+from xmcray.errors import ConfigError
 from xmcray.nn.row_table import RowOptimConfig, RowTable
 from xmcray.parallel.partition import LabelPartition
 
@@ -37,7 +38,15 @@ def classifier_rows(
         seed: of the initial values.
         dtype: of the rows and their optimiser state.
         device: of the rows and their optimiser state.
+
+    Raises:
+        ConfigError: rows in bfloat16 are computed with in float32, and the rest in float64.
     """
+    if config.storage == "bfloat16" and dtype == torch.float64:
+        raise ConfigError(
+            "method.classifier.storage is bfloat16, but optim.precision is float64, expected rows in"
+            " float32 then; leave one of them out"
+        )
     weight_SD = torch.zeros(partition.size, dim, dtype=dtype, device=device)
     if init_std and weight_SD.device.type != "meta":  # meta tensors have no values
         _fill_normal(weight_SD, partition.start, init_std, seed)

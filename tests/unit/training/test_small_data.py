@@ -132,6 +132,17 @@ def test_rows_need_negatives(settings: list[str], message: str) -> None:
     RunConfig.resolve("dexml", {}, settings)
 
 
+def test_rows_in_bfloat16_are_refused_in_float64(
+    corpora: dict[str, Corpus], tmp_path: Path
+) -> None:
+    settings = ["method.classifier.storage=bfloat16", "optim.precision=float64"]
+    for name in ("astra", "renee", "unidec"):
+        config = RunConfig.resolve(name, {}, [*SETTINGS, *settings])
+        with pytest.raises(ConfigError, match=r"storage is bfloat16, but optim\.precision is"):
+            train(corpora["one"].path, tmp_path / "run", config)
+        assert not (tmp_path / "run").exists()
+
+
 def test_what_is_clipped_is_said() -> None:
     def lines(method: str, *settings: str) -> list[str]:
         return list(clipped(RunConfig.resolve(method, {}, list(settings)), 100, 20))
