@@ -5,6 +5,8 @@ It knows neither Ray nor which method it trains.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import resource
 import time
@@ -43,6 +45,8 @@ from xmcray.training.step import Embedder, Stepper, encode_without_graph
 from xmcray.training.validation import validate
 from xmcray.training.watch import Watch
 from xmcray.types import Ragged, StepOutput
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +170,7 @@ class Loop:
         self.on_step = on_step
         self.watch = watch or Watch(StopFlag(run.path))
         self.saved_step = 0
+        self._has_warned = False
         self.steps_per_epoch = setup.sampler.steps_per_epoch
         num_epochs = self.config.optim.num_epochs
         self.last_step = num_epochs * self.steps_per_epoch
@@ -314,6 +319,14 @@ class Loop:
         mean_loss = float(collectives.sum_over_ranks(window.loss)) / window.steps
         if collectives.rank() != 0:
             return
+        if not math.isfinite(mean_loss) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the loss of the steps up to %d is %s, so weights may be no numbers; stop, and train"
+                " anew with smaller learning rates or without extreme settings",
+                step,
+                mean_loss,
+            )
         shortlist = self.feed.current
         self.records.add(
             {

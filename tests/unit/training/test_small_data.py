@@ -143,6 +143,16 @@ def test_rows_in_bfloat16_are_refused_in_float64(
         assert not (tmp_path / "run").exists()
 
 
+def test_a_loss_that_is_no_number_is_said_once(
+    corpora: dict[str, Corpus], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = [*SETTINGS, "method.logit_prior=.nan", "log.every=1"]
+    train(corpora["one"].path, tmp_path / "run", RunConfig.resolve("astra", {}, settings))
+    messages = [message for message in caplog.messages if "is nan" in message]
+    assert len(messages) == 1
+    assert messages[0].startswith("the loss of the steps up to 1 is nan, so weights may be")
+
+
 def test_what_is_clipped_is_said() -> None:
     def lines(method: str, *settings: str) -> list[str]:
         return list(clipped(RunConfig.resolve(method, {}, list(settings)), 100, 20))
