@@ -127,6 +127,7 @@ def _checked(
     data: Location,
 ) -> SweepConfig:
     """A definition with its corpus and its first values, compared with what the settings accept."""
+    from xmcray.data.batches import TrainingData
     from xmcray.data.corpus import Corpus
     from xmcray.tuning.space import check_space, parse_space
 
@@ -152,6 +153,7 @@ def _checked(
         )
     # The corpus comes last: opening it takes longer than all other checks.
     corpus = Corpus.open(os.fspath(data))
+    TrainingData(corpus, settings.data).check_held_out()
     return dataclasses.replace(definition, corpus=corpus.origin, corpus_sha256=corpus.sha256)
 
 

@@ -127,6 +127,16 @@ class TrainingData:
             validation_rows = validation_rows[is_answerable]
         object.__setattr__(self, "validation_rows", validation_rows)
 
+    def check_held_out(self) -> None:
+        """Raises ConfigError if no query is held out, by which something would be chosen."""
+        if len(self.validation_rows):
+            return
+        raise ConfigError(
+            f"data.validation={self.config.validation:g} and"
+            f" data.validation_from={self.config.validation_from} hold out no query with a positive,"
+            f" of {self.num_train:,} training queries; raise the first or lower the second"
+        )
+
     def with_validation_rows(self, rows: Int64Array) -> TrainingData:
         """A view with other `validation_rows`."""
         view = copy.copy(self)

@@ -104,6 +104,8 @@ def train(
     if config.negatives.teacher:
         # It is used late, so a wrong one is refused now.
         open_teacher(config.negatives.teacher, TrainingData(opened, config.data))
+    if refit:
+        TrainingData(opened, config.data).check_held_out()
     num_without_text = len(opened.labels_without_tokens())
     card = opened.card
     for warning in clipped(config, card.num_train, card.num_labels, num_without_text):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import corpus_of
+from shell import Shell
 
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, DataError
@@ -130,6 +131,21 @@ def test_rows_need_negatives(settings: list[str], message: str) -> None:
     assert message in str(caught.value)
     RunConfig.resolve("astra", {}, [*settings, "method.exact=true"])
     RunConfig.resolve("dexml", {}, settings)
+
+
+def test_something_is_held_out_where_it_decides(
+    corpora: dict[str, Corpus], tmp_path: Path, shell: Shell
+) -> None:
+    data = corpora["three"].path
+    options = "--set data.validation=0.01"
+    for command in ("train dexml --refit", "tune dexml"):
+        message = shell.error(f"{command} --data {data} --out {tmp_path}/out {options}")
+        assert message == (
+            "data.validation=0.01 and data.validation_from=0 hold out no query with a positive, of"
+            f" {corpora['three'].card.num_train} training queries; raise the first or lower the"
+            " second"
+        )
+        assert not (tmp_path / "out").exists()
 
 
 def test_rows_in_bfloat16_are_refused_in_float64(
