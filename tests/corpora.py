@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from planted import WORDS_PER_LABEL, write_planted, write_side_vectors
@@ -83,16 +83,19 @@ def corpus_of(
 def vocabulary_of(source: RawFiles, config: PrepareConfig) -> TextTokenizer:
     """A vocabulary trained on some raw files."""
     # The last result of the survey is the sample of texts.
-    *_, (_, texts) = survey(source, cap=100_000, seed=0, skip=False, block_rows=1000)
+    skip = config.on_error == "skip"
+    *_, (_, texts) = survey(source, cap=100_000, seed=0, skip=skip, block_rows=1000)
     return train_wordpiece(texts, config.vocab_size, config.max_len)
 
 
-def appended(corpus: Corpus, raw: Path, out: Path) -> Corpus:
+def appended(
+    corpus: Corpus, raw: Path, out: Path, on_error: Literal["fail", "skip"] = "fail"
+) -> Corpus:
     """`corpus` with the rows of new raw files, as `prepare --append` writes it."""
     _, manifest = open_artifact(corpus.path, KIND)
     new = detect(raw)
-    source = appended_files(corpus, new, match_labels(corpus, new, skip=False))
-    config = settings_of(corpus.card, "fail")
+    source = appended_files(corpus, new, match_labels(corpus, new, on_error == "skip"))
+    config = settings_of(corpus.card, on_error)
     tokenizer = corpus.tokenizer()
     linked: dict[str, FileEntry] = {}
     with new_artifact(out, KIND, {"made_by": "tests"}, linked) as folder:
@@ -137,8 +140,9 @@ def write_rows(writer: CorpusWriter, source: RawFiles, tokenizer: TextTokenizer)
         pairs = NO_PAIRS if split == "labels" else sorted_pairs(source.filters(split))
         num_labels = writer.num_rows["labels"]
         leaks = NO_KEYS
+        skip = writer.config.on_error == "skip"
         if split == "train" and writer.config.on_leak == "drop":
-            leaks = np.concatenate(list(test_keys(source, num_labels, False, shard_rows)))
-        for chunk in read_chunks(source, split, num_labels, shard_rows, False, leaks):
+            leaks = np.concatenate(list(test_keys(source, num_labels, skip, shard_rows)))
+        for chunk in read_chunks(source, split, num_labels, shard_rows, skip, leaks):
             writer.add(pack_chunk(chunk, tokenizer, pairs, num_labels, shard_rows))
     writer.finish(tokenizer)

@@ -88,22 +88,21 @@ class AppendedFiles(RawFiles):
     def queries(self, split: str, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         """The queries of the unfinished shard, with negative rows, and the new ones."""
         num_old = self.card.num_rows(split)
-        seen_uids: set[int] = set()
+        old_hashes = np.empty(0, np.int64)
         if num_old:
             old = self._open().split(split)
             yield from self._unfinished_rows(old)
-            if self.new.has_uids:
-                seen_uids = _uid_hashes(old)
+            old_hashes = _uid_hashes(old)
         # Rows without names are named by their numbers in all raw files, one after the other.
         first_number = num_old + self.card.rejected.get(split, 0)
         for query in self.new.queries(split, len(self.label_ids), on_bad):
-            if hash(query.uid) in seen_uids:
+            if not query.has_uid:
+                query = dataclasses.replace(query, uid=str(first_number + query.row))
+            if _is_among(query.uid, old_hashes):
                 file = str(self.new.path / split)
                 reason = f"uid {query.uid[:80]!r} is that of a query of the corpus"
                 on_bad(BadRow(file, query.row + 1, reason))
                 continue
-            if not self.new.has_uids:
-                query = dataclasses.replace(query, uid=str(first_number + query.row))
             yield self._with_source_ids(query)
 
     def filters(self, split: str) -> Int64Array:
@@ -247,12 +246,20 @@ def _check_texts(
             )
 
 
-def _uid_hashes(split: Split) -> set[int]:
-    """Hashes of the uids of all rows, which take a third of the memory of the uids."""
-    hashes: set[int] = set()
+def _uid_hashes(split: Split) -> Int64Array:
+    """int64 [N], hashes of the uids of all rows, ascending: eight bytes each."""
+    hashes = np.empty(len(split), np.int64)
     for rows in id_blocks(len(split)):
-        hashes.update(map(hash, split.uids(rows)))
+        hashes[rows] = [hash(uid) for uid in split.uids(rows)]
+    hashes.sort()
     return hashes
+
+
+def _is_among(uid: str, hashes: Int64Array) -> bool:
+    """Whether the hash of a uid is among some, which are ascending."""
+    uid_hash = hash(uid)
+    place = int(np.searchsorted(hashes, uid_hash))
+    return place < len(hashes) and int(hashes[place]) == uid_hash
 
 
 def _labels_by_id(corpus: Corpus) -> Iterator[tuple[int, str]]:

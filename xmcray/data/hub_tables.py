@@ -35,7 +35,7 @@ class Columns:
     Attributes:
         text: texts of queries; "title+body" joins two columns.
         labels: labels of queries: names, numbers of a ClassLabel, or uids of the table of labels.
-        uid: uids of queries; None numbers them.
+        uid: uids of queries; without it they are numbered.
         relevance: lists of a number per label.
         label_uid: uids in the table of labels.
         label_text: texts in the table of labels; "name+description" joins two columns.
@@ -176,7 +176,6 @@ class HubTables:
         label_uids.update(dict.fromkeys(names or ()))
         optional_columns = [column for column in (columns.uid, columns.relevance) if column]
         columns_read = sorted({*text_columns, columns.labels, *optional_columns})
-        first_row = 0
         for batch in table.select_columns(columns_read).iter(_BATCH_ROWS):
             labels = [_label_uids(cell, names) for cell in batch[columns.labels]]
             rows: dict[str, list[Any]] = {}
@@ -187,12 +186,10 @@ class HubTables:
             rows["labels"] = [[uid for uid in uids if uid is not None] for uids in labels]
             for uids in rows["labels"]:
                 label_uids.update(dict.fromkeys(uids))
-            # Rows without a uid are numbered through all batches.
-            numbers = range(first_row, first_row + len(labels))
-            query_uids = batch[columns.uid] if columns.uid else numbers
+            # The reader of the raw files numbers rows without a uid.
+            query_uids = batch[columns.uid] if columns.uid else [None] * len(labels)
             rows["uid"] = [None if uid is None else str(uid) for uid in query_uids]
             yield rows
-            first_row += len(labels)
 
     def _labels(self, table: Any) -> Iterator[dict[str, list[Any]]]:
         """The rows of the table of labels in batches."""

@@ -85,7 +85,7 @@ def test_json_lines_by_text_or_parts_and_uid_from_row(tmp_path: Path) -> None:
     write(tmp_path / "test.jsonl", {"uid": "t", "text": "", "labels": ["0"], "relevance": [2]})
     labels, train = read(tmp_path)
     assert [(label.uid, label.text) for label in labels] == [("0", "one"), ("1", "two three")]
-    assert train == [Row("0", "q", (1,))]
+    assert train == [Row("0", "q", (1,), has_uid=False)]
     assert read(tmp_path, "test")[1] == [Row("t", "", (0,), (2.0,))]
     assert detect(tmp_path).splits == ("train", "test")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,15 @@ import scipy.sparse as sp
 from xmcray.data.formats import BadRow, Row, detect
 from xmcray.errors import DataError
 
+# The layouts have no uids: the number of a row is its name.
+unnamed_row = partial(Row, has_uid=False)
 Y = np.array([[0, 1, 0], [0, 0, 0], [2.5, 0, 1]], dtype=np.float32)
 ROWS = [
-    Row("0", "first", (1,)),
-    Row("1", "", (), row=1),
-    Row("2", "drei Äpfel", (0, 2), (2.5, 1.0), 2),
+    unnamed_row("0", "first", (1,)),
+    unnamed_row("1", "", (), row=1),
+    unnamed_row("2", "drei Äpfel", (0, 2), (2.5, 1.0), 2),
 ]
-LABELS = [Row("0", "a"), Row("1", ""), Row("2", "c", row=2)]
+LABELS = [unnamed_row("0", "a"), unnamed_row("1", ""), unnamed_row("2", "c", row=2)]
 TEXTS, LABEL_TEXTS = "first\n\n drei Äpfel \n", "a\n\nc\n"
 Y_TXT = "3 3\n1:1.00000\n\n0:2.5 2:1\n"
 
@@ -44,7 +47,7 @@ def read(folder: Path, split: str = "train", on_bad=refuse) -> tuple[list[Row], 
 
 
 def renumbered(labels: list[Row]) -> list[Row]:
-    return [Row(str(n), label.text, row=n) for n, label in enumerate(labels)]
+    return [unnamed_row(str(n), label.text, row=n) for n, label in enumerate(labels)]
 
 
 @pytest.mark.parametrize("kind", ["csr", "csc"])
@@ -104,7 +107,7 @@ def test_header_shape_wins_over_the_labels_seen(tmp_path: Path) -> None:
     labels, queries = read(tmp_path)
     assert len(labels) == 5
     assert {label.text for label in labels} == {""}
-    assert queries == [Row("0", "f0", (0,))]
+    assert queries == [unnamed_row("0", "f0", (0,))]
 
 
 def test_bag_of_words_row_may_start_with_a_space(tmp_path: Path) -> None:
@@ -122,7 +125,7 @@ def test_bag_of_words_row_may_start_with_a_space(tmp_path: Path) -> None:
         ("y", ()),
         ("", (1,)),
     ]
-    assert read(tmp_path, "test")[1] == [Row("0", "x", (0,))]
+    assert read(tmp_path, "test")[1] == [unnamed_row("0", "x", (0,))]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from xmcray.config import unknown
 from xmcray.data.formats.base import BadRow, Format, OnBad, Row, find, read_filters
-from xmcray.data.formats.json_lines import JSONL, LF, TEVATRON, Records
+from xmcray.data.formats.json_lines import JSONL, LF, TEVATRON
 from xmcray.data.formats.tables import HUGGINGFACE, PARQUET
 from xmcray.data.formats.texts import BOW, DEXML, PECOS, RENEE, SPARSE
 from xmcray.data.side_vectors import RawVectors, side_width
@@ -50,11 +50,6 @@ class RawFiles:
     format: str
     path: Path
     splits: tuple[str, ...]
-
-    @property
-    def has_uids(self) -> bool:
-        """Whether rows have names of their own; else their numbers are their names."""
-        return isinstance(FORMATS[self.format], Records)
 
     def first_shard(self, split: str, shard_rows: int) -> int:
         """Number of the shard that the first row of a split (or of "labels") belongs to."""

@@ -41,10 +41,12 @@ class Row:
     """A query or a label, validated.
 
     Attributes:
+        uid: its name; its number in the raw files if they have no name for it.
         label_ids: rows of the label file, ascending, each once; empty for a label.
         relevance: one finite number per label id, or None if all are 1.
         row: position in the raw file, from 0, rejected rows counted: filter pairs and label ids
             refer to it.
+        has_uid: whether the raw files have a name for it.
     """
 
     uid: str
@@ -52,6 +54,7 @@ class Row:
     label_ids: tuple[int, ...] = ()
     relevance: tuple[float, ...] | None = None
     row: int = 0
+    has_uid: bool = True
 
 
 @dataclass(frozen=True, slots=True)

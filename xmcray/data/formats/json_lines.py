@@ -107,7 +107,8 @@ class RowParser:
         if key in self._seen_uids:
             raise BadValue(f"duplicate {self._fields.uid} {uid[:80]!r}")
         self._seen_uids.add(key)
-        return Row(uid, text, label_ids, relevance, row)
+        has_uid = record.get(self._fields.uid) is not None
+        return Row(uid, text, label_ids, relevance, row, has_uid)
 
     def uid(self, record: Record, row: int) -> str:
         """The uid of a record; its row if it has none.

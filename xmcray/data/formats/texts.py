@@ -90,7 +90,7 @@ def _feature_texts(matrix: Matrix, folder: Path) -> TextFile:
 
 def _label_rows(file: TextFile, on_bad: OnBad) -> Iterator[Row]:
     def label(text: str, row: int) -> Row:
-        return Row(str(row), text, row=row)
+        return Row(str(row), text, row=row, has_uid=False)
 
     return rows_of(file.texts, file.path, label, on_bad, first_line=file.first_line)
 
@@ -125,7 +125,7 @@ def _query_rows(file: TextFile, matrix: Matrix, num_labels: int, on_bad: OnBad) 
             on_bad(BadRow(str(matrix.path), matrix.first_line + number, str(labels)))
         else:
             label_ids, relevance = labels
-            yield Row(str(number), text, label_ids, relevance, number)
+            yield Row(str(number), text, label_ids, relevance, number, has_uid=False)
     if number + 1 != num_rows:
         raise _mismatch(file.path, matrix, str(number + 1))
 
@@ -149,7 +149,7 @@ def _tab_rows(path: Path, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         # PECOS writes "label::value" in some releases and separates labels by commas.
         labels = labels.replace(b"::", b":").replace(b",", b" ")
         positives = check_labels(*parse_entries(labels, default=1.0), num_labels)
-        return Row(str(row), _text_of(text), *positives, row)
+        return Row(str(row), _text_of(text), *positives, row, has_uid=False)
 
     return rows_of(read_lines(path), path, query, on_bad)
 
