@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from xmcray.data.array_files import ArrayFiles
 from xmcray.data.checked_files import read_array
-from xmcray.data.chunks import Rejects
+from xmcray.data.chunks import Rejects, rejected_uid
 from xmcray.data.corpus import REMOVED, Card, Corpus, Split
 from xmcray.data.formats import BadRow, OnBad, RawFiles, Row
 from xmcray.data.shards import ARRAY_SUFFIXES, shard_stem
@@ -80,10 +80,24 @@ class AppendedFiles(RawFiles):
         texts = old.texts(old_ids)
         for row, uid, text in zip(old_ids.tolist(), uids, texts, strict=True):
             yield Row(uid, text, row=row)
-        for label in self.new.labels(on_bad):
-            source_id = int(self.label_ids[label.row])
-            if source_id >= self.card.num_labels:
+        next_row = 0
+
+        def on_bad_label(bad: BadRow) -> None:
+            nonlocal next_row
+            # The corpus has reported those that it left out itself.
+            if self._is_new_label(next_row):
+                on_bad(bad)
+            next_row += 1
+
+        for label in self.new.labels(on_bad_label):
+            next_row = label.row + 1
+            if self._is_new_label(label.row):
+                source_id = int(self.label_ids[label.row])
                 yield dataclasses.replace(label, row=source_id)
+
+    def _is_new_label(self, row: int) -> bool:
+        """Whether the corpus lacks the label in a row of the new label file."""
+        return bool(self.label_ids[row] >= self.card.num_labels)
 
     def queries(self, split: str, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         """The queries of the unfinished shard, with negative rows, and the new ones."""
@@ -202,7 +216,8 @@ def match_labels(corpus: Corpus, new: RawFiles, skip: bool) -> Int64Array:
     """The source id of each row of the new label file.
 
     A row with the uid of a label of the corpus is that label. All others, malformed ones included,
-    get the ids after those of the corpus, in their order.
+    get the ids after those of the corpus, in their order. A file without uids repeats the labels of
+    the corpus, so a malformed row that the corpus left out is the same one.
 
     Args:
         skip: leave malformed rows out instead of raising an error.
@@ -212,11 +227,14 @@ def match_labels(corpus: Corpus, new: RawFiles, skip: bool) -> Int64Array:
     rejects = Rejects(skip)
     new_labels = {label.uid: label for label in new.labels(rejects)}
     num_rows = len(new_labels) + rejects.count
+    rows = {uid: label.row for uid, label in new_labels.items()}
+    if not any(label.has_uid for label in new_labels.values()):
+        malformed_rows = set(range(num_rows)) - set(rows.values())
+        rows.update({rejected_uid(row): row for row in malformed_rows})
     label_ids = np.full(num_rows, -1, np.int64)
     for source_id, uid in _labels_by_id(corpus):
-        label = new_labels.get(uid)
-        if label is not None:
-            label_ids[label.row] = source_id
+        if uid in rows:
+            label_ids[rows[uid]] = source_id
     _check_texts(corpus, new, new_labels, label_ids)
     is_new = label_ids < 0
     label_ids[is_new] = corpus.card.num_labels + np.arange(is_new.sum())

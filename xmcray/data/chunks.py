@@ -222,7 +222,12 @@ def _without_holes(labels: Iterator[Row], rejects: Rejects, first_row: int) -> I
 
 def _rejected_label(row: int) -> Row:
     # Nothing of its raw row is kept, such as its side vector.
-    return Row(uid=f"rejected:{row}", text="", row=-1)
+    return Row(uid=rejected_uid(row), text="", row=-1)
+
+
+def rejected_uid(row: int) -> str:
+    """The uid of a label in place of a malformed row."""
+    return f"rejected:{row}"
 
 
 def _table(rows: list[Row]) -> pa.Table:

@@ -48,3 +48,51 @@ def test_a_number_that_is_a_uid_of_the_corpus_is_refused(tmp_path: Path) -> None
     new_raw = write_json_lines(tmp_path / "new", labels=LABELS, train=[{"text": "b"}])
     with pytest.raises(DataError, match="uid '1' is that of a query of the corpus"):
         appended(corpus, new_raw, tmp_path / "c2")
+
+
+def write_lines(folder: Path, labels: bytes, label_of_query: list[int]) -> Path:
+    """The layout "renee", which has no uids."""
+    folder.mkdir()
+    (folder / "Y.txt").write_bytes(labels)
+    num_queries = len(label_of_query)
+    texts = [f"about label {label}\n" for label in label_of_query]
+    (folder / "trn_X.txt").write_text("".join(texts))
+    entries = [f"{label}:1\n" for label in label_of_query]
+    num_labels = labels.count(b"\n")
+    header = f"{num_queries} {num_labels}\n"
+    (folder / "trn_X_Y.txt").write_text(header + "".join(entries))
+    return folder
+
+
+def test_labels_after_a_malformed_one_keep_their_ids(tmp_path: Path) -> None:
+    old_labels = b"zero\n\xff\xfe\ntwo\n"
+    new_labels = old_labels + b"three\n\xff\nfive\n"
+    old_raw = write_lines(tmp_path / "old", old_labels, [0, 2])
+    new_raw = write_lines(tmp_path / "new", new_labels, [3, 2, 5])
+    all_raw = write_lines(tmp_path / "all", new_labels, [0, 2, 3, 2, 5])
+    old = corpus_of(old_raw, tmp_path / "c1", on_error="skip")
+    grown = appended(old, new_raw, tmp_path / "c2", on_error="skip")
+    expected = corpus_of(all_raw, tmp_path / "c3", on_error="skip")
+    for corpus in (grown, expected):
+        label_ids = np.arange(6)
+        assert corpus.label_texts(label_ids) == ["zero", "", "two", "three", "", "five"]
+        positives = corpus.split("train").positives(np.arange(5))
+        assert positives.values.tolist() == [0, 2, 3, 2, 5]
+        # The row that the corpus left out is counted once.
+        assert corpus.card.rejected == {"labels": 2}
+    # Nothing changes if all labels are repeated, the malformed ones at the end as well.
+    again = appended(grown, write_lines(tmp_path / "2", new_labels, [1]), tmp_path / "c4", "skip")
+    assert again.card.num_labels == 6
+
+
+def test_a_malformed_label_of_a_file_with_uids_is_another_one(tmp_path: Path) -> None:
+    """Its row says nothing about the labels of the corpus."""
+    train = [{"uid": "q", "text": "a", "labels": ["red"]}]
+    old_raw = write_json_lines(tmp_path / "old", labels=[{"uid": "red"}, {"uid": []}], train=train)
+    old = corpus_of(old_raw, tmp_path / "c1", on_error="skip")
+    labels = [{"uid": "red"}, {"uid": []}, {"uid": "blue"}]
+    train = [{"uid": "r", "text": "a", "labels": ["blue"]}]
+    new_raw = write_json_lines(tmp_path / "new", labels=labels, train=train)
+    grown = appended(old, new_raw, tmp_path / "c2", on_error="skip")
+    assert grown.label_uids(np.arange(4)) == ["red", "rejected:1", "rejected:2", "blue"]
+    assert grown.card.rejected == {"labels": 2}
