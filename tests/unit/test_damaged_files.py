@@ -19,9 +19,9 @@ import pytest
 from bundles import TEXTS, write_bundle_of
 
 from xmcray.data import chunks
-from xmcray.data.append import rejected_rows
 from xmcray.data.chunks import survey
 from xmcray.data.formats import base, detect
+from xmcray.data.rejected import earlier_rejected
 from xmcray.data.tokens import TextTokenizer, train_wordpiece
 from xmcray.errors import BundleError, DataError, RunError, StorageError
 from xmcray.retrieval.retriever import Retriever
@@ -185,16 +185,16 @@ def test_malformed_rows_that_a_corpus_left_out_are_one_line(text: str, tmp_path:
     card: Any = SimpleNamespace(rejected={"train": 1})
     path = tmp_path / "rejected.jsonl"
     path.write_text(json.dumps(ROW) + "\n")
-    assert [bad.line for _, bad in rejected_rows(tmp_path, card)] == [3]
+    assert [bad.line for _, bad in earlier_rejected(tmp_path, card)] == [3]
     path.write_text(text)
     with pytest.raises(DataError, match=r"rejected\.jsonl is damaged .*prepare the corpus again"):
-        collections.deque(rejected_rows(tmp_path, card), maxlen=0)
+        collections.deque(earlier_rejected(tmp_path, card), maxlen=0)
 
 
 def test_rows_that_a_corpus_left_out_are_read_one_after_the_other(tmp_path: Path) -> None:
     (tmp_path / "rejected.jsonl").write_text(json.dumps(ROW) + "\n{")
     card: Any = SimpleNamespace(rejected={"train": 2})
-    rows = rejected_rows(tmp_path, card)
+    rows = earlier_rejected(tmp_path, card)
     assert next(rows)[1].line == 3
     with pytest.raises(DataError, match="is damaged"):
         next(rows)

@@ -27,6 +27,7 @@ from xmcray.data.checked_files import read_array
 from xmcray.data.chunks import Rejects, rejected_uid
 from xmcray.data.corpus import REMOVED, Card, Corpus, Split
 from xmcray.data.formats import BadRow, OnBad, RawFiles, Row
+from xmcray.data.rejected import SPLITS, earlier_rejected
 from xmcray.data.shards import ARRAY_SUFFIXES, shard_stem
 from xmcray.data.text_keys import COUNTED, keys_by_name
 from xmcray.data.writer import CorpusWriter, PrepareConfig
@@ -34,8 +35,6 @@ from xmcray.errors import DataError, readable
 from xmcray.types import Int64Array, id_blocks
 
 REMOVED_UIDS = "removed_labels.jsonl"
-_SPLITS = ("labels", "train", "test")
-_LONGEST_LINE = 1 << 20  # of rejected.jsonl; a reason quotes the beginning of a text at most
 # Counts of odd rows that depend on all queries; the writer counts them anew.
 _COUNTED_ANEW = ("labels: never seen", "labels: seen only in test", *COUNTED)
 
@@ -225,7 +224,10 @@ def match_labels(corpus: Corpus, new: RawFiles, skip: bool) -> Int64Array:
         DataError: a label of the corpus has another text in the new file, or a row is malformed.
     """
     rejects = Rejects(skip)
-    new_labels = {label.uid: label for label in new.labels(rejects)}
+    new_labels: dict[str, Row] = {}
+    for label in new.labels(rejects):
+        rejects.drain()  # they are reported when the rows are read for good
+        new_labels[label.uid] = label
     num_rows = len(new_labels) + rejects.count
     rows = {uid: label.row for uid, label in new_labels.items()}
     if not any(label.has_uid for label in new_labels.values()):
@@ -312,7 +314,7 @@ def changed_files(names: Iterable[str], source: AppendedFiles, config: PrepareCo
 def _is_changed(name: str, source: AppendedFiles, config: PrepareConfig) -> bool:
     """Whether a file of the corpus will have another content."""
     split, _, file_name = name.partition("/")
-    if split not in _SPLITS:
+    if split not in SPLITS:
         return True
     if split not in source.appended_splits:
         return False
@@ -343,8 +345,8 @@ def continued_writer(
     writer.odd = Counter(card.odd)
     for reason in _COUNTED_ANEW:
         writer.odd.pop(reason, None)
-    writer.earlier_rejected = rejected_rows(corpus.path, card)
-    for name in _SPLITS:
+    writer.earlier_rejected = earlier_rejected(corpus.path, card)
+    for name in SPLITS:
         old = Split(corpus.path, name, card)
         if name in source.appended_splits:
             _continue_split(writer, source, old)
@@ -397,7 +399,7 @@ def _removed_labels(corpus: Corpus, source: AppendedFiles) -> Int64Array:
         if uid in removed_uids:
             removed_ids.add(source_id)
     # A label may join and be removed at once. Malformed rows were judged by `match_labels`.
-    for label in source.new.labels(Rejects(skip=True)):
+    for label in source.new.labels(lambda bad: None):
         if label.uid in removed_uids:
             removed_ids.add(int(source.label_ids[label.row]))
     if len(removed_ids) == source.num_labels:
@@ -429,40 +431,3 @@ def _positives_by_label(split: Split, num_rows: int, num_labels: int) -> Int64Ar
     for rows in id_blocks(num_rows):
         counts += np.bincount(split.positives(rows).values, minlength=num_labels)
     return counts
-
-
-def rejected_rows(folder: Path, card: Card) -> Iterator[tuple[str, BadRow]]:
-    """Split and reason of each row that was left out of a corpus.
-
-    They are read one after the other, at most as many as the card counts, and at most as much of a
-    line as a row can need.
-
-    Raises:
-        DataError: the file is malformed, or has another number of rows than the card says.
-    """
-    expected = sum(card.rejected.values())
-    path = folder / "rejected.jsonl"
-    if not path.is_file() and not expected:
-        return
-    with readable(f"{path} is damaged", "prepare the corpus again", DataError):
-        num_rows = 0
-        with path.open(encoding="utf-8") as file:
-            while line := file.readline(_LONGEST_LINE):
-                num_rows += 1
-                if num_rows > expected:
-                    break
-                yield _rejected_row(line)
-        if num_rows != expected:
-            raise ValueError(f"another number of rows than the card, which has {expected}")
-
-
-def _rejected_row(line: str) -> tuple[str, BadRow]:
-    """Split and reason of a row that was left out, from its line; any error if that is malformed."""
-    record = json.loads(line)
-    split = record.pop("split")
-    bad = BadRow(**record)
-    if split not in _SPLITS or type(bad.line) is not int:
-        raise ValueError(f"found the row {bad.line!r} of the split {split!r}")
-    if not (isinstance(bad.file, str) and isinstance(bad.reason, str)):
-        raise TypeError("file and reason are no texts")
-    return split, bad

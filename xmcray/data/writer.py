@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +16,8 @@ from xmcray.config import check_choices, check_range
 from xmcray.data.array_files import ArrayFiles
 from xmcray.data.chunks import PackedShard
 from xmcray.data.corpus import Card, frequency_histogram, inverse_permutation
-from xmcray.data.formats import BadRow, RawFiles
+from xmcray.data.formats import RawFiles
+from xmcray.data.rejected import Rejected, RejectedRows
 from xmcray.data.text_keys import LEAKS, TextKeys
 from xmcray.data.tokens import LABEL_MAX_LEN, MAX_VOCAB, TextTokenizer
 from xmcray.errors import ConfigError, DataError
@@ -96,8 +95,8 @@ class CorpusWriter:
         num_rows: by split.
         num_tokens: by split.
         odd: legal but unusual rows by reason.
-        rejected: split and reason of every row left out.
-        earlier_rejected: the same of the corpus that is appended to, sorted; read once, at the end.
+        rejected: rows left out.
+        earlier_rejected: those of the corpus that is appended to; read once, at the end.
         num_rejected: rows left out by split, counted when they are written.
         filters: by split, filter pairs of each shard.
         counts: by split, int64 [L]: queries that carry each label.
@@ -113,8 +112,8 @@ class CorpusWriter:
     num_rows: Counter[str] = field(default_factory=Counter)
     num_tokens: Counter[str] = field(default_factory=Counter)
     odd: Counter[str] = field(default_factory=Counter)
-    rejected: list[tuple[str, BadRow]] = field(default_factory=list)
-    earlier_rejected: Iterable[tuple[str, BadRow]] = ()
+    rejected: RejectedRows = field(init=False)
+    earlier_rejected: Iterable[Rejected] = ()
     num_rejected: Counter[str] = field(default_factory=Counter)
     filters: dict[str, list[Int64Array]] = field(default_factory=dict)
     counts: dict[str, Int64Array] = field(default_factory=dict)
@@ -123,6 +122,7 @@ class CorpusWriter:
 
     def __post_init__(self) -> None:
         self.keys = TextKeys(self.folder)
+        self.rejected = RejectedRows(self.folder)
 
     def add(self, shard: PackedShard) -> None:
         """Writes a shard's files; all shards of "labels" come before those of other splits."""
@@ -144,7 +144,7 @@ class CorpusWriter:
         self.num_tokens[split] += shard.num_tokens
         self.odd.update(shard.odd)
         self.keys.add(shard.keys)
-        self.rejected += [(split, bad) for bad in shard.rejected]
+        self.rejected.add(split, shard.number, shard.rejected)
         if split == "labels":
             return
         if split not in self.counts:
@@ -180,26 +180,10 @@ class CorpusWriter:
         for split, shards in self.filters.items():
             pairs = sorted_pairs(np.concatenate(shards))
             np.save(filter_folder / f"{split}.npy", pairs)
-        self._write_rejected()
+        self.num_rejected = self.rejected.write(self.earlier_rejected)
         self._count_unseen_labels()
         self._count_equal_texts()
         self._card(tokenizer).save(self.folder / "card.yaml")
-
-    def _write_rejected(self) -> None:
-        """Writes and counts the rows that were left out, with the reasons, if there are any."""
-        # Shards arrive in any order, but the corpus must not depend on it.
-        self.rejected.sort(key=_split_and_place)
-        path = self.folder / "rejected.jsonl"
-        # Half a character, of a reason, becomes JSON's own escape for it.
-        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            for split, bad in heapq.merge(
-                self.earlier_rejected, self.rejected, key=_split_and_place
-            ):
-                record = {"split": split, **asdict(bad), "file": Path(bad.file).name}
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                self.num_rejected[split] += 1
-        if not self.num_rejected:
-            path.unlink()
 
     def _count_unseen_labels(self) -> None:
         """Counts labels without a training query among the odd rows."""
@@ -259,12 +243,6 @@ class CorpusWriter:
             odd=dict(sorted((+self.odd).items())),
             rejected=dict(sorted(self.num_rejected.items())),
         )
-
-
-def _split_and_place(rejected: tuple[str, BadRow]) -> tuple[str, str, int, str]:
-    """By what rejected rows are sorted."""
-    split, bad = rejected
-    return split, bad.file, bad.line, bad.reason
 
 
 def short_name(tokenizer: str) -> str:

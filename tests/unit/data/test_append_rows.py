@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 from corpora import appended, corpus_of
 
+from xmcray.data.append import match_labels
 from xmcray.data.corpus import Corpus
+from xmcray.data.formats import BadRow, detect
+from xmcray.data.rejected import RejectedRows
 from xmcray.errors import DataError
 
 LABELS = [{"uid": "red", "text": "red"}, {"uid": "blue", "text": "blue"}]
@@ -80,6 +83,8 @@ def test_labels_after_a_malformed_one_keep_their_ids(tmp_path: Path) -> None:
         assert positives.values.tolist() == [0, 2, 3, 2, 5]
         # The row that the corpus left out is counted once.
         assert corpus.card.rejected == {"labels": 2}
+    rejected = [path / "rejected.jsonl" for path in (grown.path, expected.path)]
+    assert rejected[0].read_text() == rejected[1].read_text()
     # Nothing changes if all labels are repeated, the malformed ones at the end as well.
     again = appended(grown, write_lines(tmp_path / "2", new_labels, [1]), tmp_path / "c4", "skip")
     assert again.card.num_labels == 6
@@ -96,3 +101,56 @@ def test_a_malformed_label_of_a_file_with_uids_is_another_one(tmp_path: Path) ->
     grown = appended(old, new_raw, tmp_path / "c2", on_error="skip")
     assert grown.label_uids(np.arange(4)) == ["red", "rejected:1", "rejected:2", "blue"]
     assert grown.card.rejected == {"labels": 2}
+
+
+def test_rejected_rows_come_in_the_order_of_the_files_however_a_folder_is_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"a": [{"uid": "a", "text": "a"}, {"text": 1}], "b": [{"text": 2}, {"uid": "b"}]}
+    for name, train in rows.items():
+        write_json_lines(tmp_path / name, labels=LABELS, train=train)
+    monkeypatch.chdir(tmp_path)
+    old = corpus_of(Path("a"), tmp_path / "c1", on_error="skip")
+    contents = []
+    for spelling in (Path("b"), tmp_path / "b"):
+        grown = appended(old, spelling, tmp_path / f"grown{len(contents)}", "skip")
+        contents.append((grown.path / "rejected.jsonl").read_text())
+    assert contents[0] == contents[1]
+    assert [json.loads(line)["line"] for line in contents[0].splitlines()] == [2, 1]
+
+
+def test_rejected_rows_of_shards_are_written_by_split_and_shard(tmp_path: Path) -> None:
+    """Shards arrive in any order; rows of one keep the order of the file."""
+    rejected = RejectedRows(tmp_path)
+    shards = [("train", 10, [7]), ("labels", 0, [3]), ("train", 2, [5, 4]), ("test", 0, [])]
+    for split, shard, lines in shards:
+        rows = [BadRow(f"folder/{split}.jsonl", line, "lone \ud83d é") for line in lines]
+        rejected.add(split, shard, rows)
+    earlier = [("labels", BadRow("old.jsonl", 9, "broken")), ("test", BadRow("old.jsonl", 8, "x"))]
+    assert rejected.write(earlier) == {"labels": 2, "test": 1, "train": 3}
+    text = (tmp_path / "rejected.jsonl").read_text(encoding="utf-8")
+    records = [json.loads(line) for line in text.splitlines()]
+    assert [(record["split"], record["line"]) for record in records] == [
+        ("labels", 9),
+        ("labels", 3),
+        ("test", 8),
+        ("train", 5),
+        ("train", 4),
+        ("train", 7),
+    ]
+    assert records[1] == {"split": "labels", "file": "labels.jsonl", "line": 3} | {
+        "reason": "lone \ud83d é"
+    }
+
+
+def test_malformed_labels_are_not_kept_while_labels_are_matched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xmcray.data.chunks.MAX_PENDING", 2)
+    train = [{"text": "a", "labels": ["red"]}]
+    old = corpus_of(write_json_lines(tmp_path / "old", labels=LABELS, train=train), tmp_path / "c1")
+    malformed = [{"uid": []}] * 2
+    labels = [{"uid": "red"}, *malformed, {"uid": "blue"}, *malformed]
+    new_raw = write_json_lines(tmp_path / "new", labels=labels, train=train)
+    label_ids = match_labels(old, detect(new_raw), skip=True)
+    assert label_ids.tolist() == [0, 2, 3, 1, 4, 5]

@@ -223,9 +223,14 @@ class Lines:
             num_rows = self._feature_matrix(path).shape[0]
         else:
             num_rows = sum(1 for _ in read_lines(path))
-        bad_labels: list[BadRow] = []
-        num_labels = sum(1 for _ in self.labels(folder, bad_labels.append))
-        return num_rows, num_labels + len(bad_labels)
+        num_bad = 0
+
+        def count_bad(bad: BadRow) -> None:
+            nonlocal num_bad
+            num_bad += 1
+
+        num_valid = sum(1 for _ in self.labels(folder, count_bad))
+        return num_rows, num_valid + num_bad
 
     @property
     def _is_bag(self) -> bool:
