@@ -151,6 +151,12 @@ def test_mistakes_are_raised_as_one_line(tmp_path: Path) -> None:
         "is as in": lambda: xmcray.prepare(
             tmp_path / "raw", tmp_path / "new", append_to=corpus, max_len=3
         ),
+        "licence is as in": lambda: xmcray.prepare(
+            tmp_path / "raw", tmp_path / "new", append_to=corpus, licence="MIT"
+        ),
+        "licence is for raw files": lambda: xmcray.prepare(
+            corpus.path, tmp_path / "new", licence="MIT"
+        ),
         "no run.json": lambda: xmcray.export(corpus, tmp_path / "bundle"),
         "does not exist": lambda: xmcray.evaluate(tmp_path / "none", corpus),
         "to is 'quadrant'": lambda: xmcray.export("run", "out", to="quadrant"),

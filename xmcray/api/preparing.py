@@ -47,7 +47,7 @@ def prepare(
     configuration: str | None = None,
     splits: Mapping[str, str] | None = None,
     name: str | None = None,
-    licence: str = "unknown",
+    licence: str | None = None,
     progress: bool = True,
     **options: Unpack[PrepareOptions],
 ) -> Corpus:
@@ -66,7 +66,7 @@ def prepare(
         splits: of "datasets": its splits by "train", "test" and "labels", see
             `data.hub_tables.HubTables`.
         name: name in the card; that of `source` if not given.
-        licence: licence in the card.
+        licence: licence in the card; "unknown" if not given.
         progress: show rows on stderr if that is a terminal.
         options: see PrepareConfig.
     Returns:
@@ -98,7 +98,7 @@ def prepare(
     is_on_hub = str(source).startswith(hub.PREFIX)
     folder = hub.downloaded_folder(str(source)) if is_on_hub else Path(source)
     target = os.fspath(out)
-    all_options = {"format": format, "name": name, **options}
+    all_options = {"format": format, "name": name, "licence": licence, **options}
     if append_to is not None:
         return _append(folder, target, os.fspath(append_to), all_options, progress)
     if is_corpus(folder):
@@ -110,6 +110,7 @@ def prepare(
     from xmcray.data import pipeline
 
     name = name or _name_of(source)
+    licence = licence or "unknown"
     return pipeline.prepare(raw, target, name=name, licence=licence, progress=progress, **options)
 
 

@@ -71,7 +71,7 @@ def prepare_options(verb: argparse.ArgumentParser) -> None:
     )
     _add_datasets(verb)
     verb.add_argument("--name", help="name in the card (default: that of SRC)")
-    verb.add_argument("--licence", default="unknown", help="licence in the card")
+    verb.add_argument("--licence", help="licence in the card (default: unknown)")
     _add_tokens(verb)
     verb.add_argument(
         "--propensity",
@@ -142,20 +142,15 @@ def _add_tokens(verb: argparse.ArgumentParser) -> None:
 
 def prepare(options: argparse.Namespace) -> None:
     """Turns raw files into a corpus."""
-    settings = given(options, ("format", "name", "configuration", *PREPARE_OPTIONS))
+    names = ("format", "name", "licence", "configuration", *PREPARE_OPTIONS)
+    settings = given(options, names)
     for name in ("columns", "splits"):
         if getattr(options, name):
             settings[name] = assignments(options, name)
     if options.propensity:
         # argparse gives a list, and settings are immutable.
         settings["propensity"] = tuple(options.propensity)
-    corpus = api.prepare(
-        options.source,
-        options.out,
-        append_to=options.append,
-        licence=options.licence,
-        **settings,
-    )
+    corpus = api.prepare(options.source, options.out, append_to=options.append, **settings)
     _show_corpus(options, corpus)
 
 
