@@ -215,3 +215,31 @@ def test_saved_selection_and_foreign_paths_are_refused(tmp_path: Path) -> None:
         (tmp_path / "train/state.json").write_text(json.dumps(state))
         with pytest.raises(DataError, match=message):
             read(tmp_path, [])
+
+
+@pytest.mark.parametrize("name", ["train/part-{}", "train-{}", "train_{}", "train{}"])
+def test_files_of_a_split_are_in_the_order_of_their_numbers(tmp_path: Path, name: str) -> None:
+    save_parquet(tmp_path, "labels", LABELS)
+    (tmp_path / "train").mkdir()
+    for number in (10, 2, 1):
+        save_parquet(tmp_path, name.format(number), pa.table({"text": [f"q{number}"]}))
+    _, queries = read(tmp_path, [])
+    assert [row.text for row in queries] == ["q1", "q2", "q10"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["train-00000-of-00003", "train-00002-of-00003"], "2 parts like train-00000-of-00003"),
+        (["train-00000-of-00001", "train-00001-of-00002"], "2 parts like .*, expected 1"),
+        (["train", "train-00000-of-00001"], "has train.parquet and train-00000-of-00001.parquet"),
+    ],
+)
+def test_files_of_a_split_that_may_be_missing_or_of_another_set_are_refused(
+    tmp_path: Path, names: list[str], message: str
+) -> None:
+    save_parquet(tmp_path, "labels", LABELS)
+    for name in names:
+        save_parquet(tmp_path, name, TRAIN)
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, [])

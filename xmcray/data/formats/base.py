@@ -7,6 +7,7 @@ file is a `DataError`. Nothing here keeps more than one block of a file in memor
 from __future__ import annotations
 
 import gzip
+import re
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -151,13 +152,23 @@ class Format(Protocol):
 def find(folder: Path, pattern: str) -> list[Path]:
     """Files for the first alternative of "a|b" that exists, as it is or with .gz.
 
-    An alternative with `*` may match several files, which are sorted.
+    An alternative with `*` may match several files. They are sorted, numbers by their values: part-2
+    comes before part-10.
     """
     for name in pattern.split("|"):
         for candidate in (name, f"{name}.gz"):
-            if files := [path for path in sorted(folder.glob(candidate)) if path.is_file()]:
-                return files
+            files = [path for path in folder.glob(candidate) if path.is_file()]
+            if files:
+                return sorted(files, key=_natural_key)
     return []
+
+
+def _natural_key(path: Path) -> tuple[list[str | int], str]:
+    # Every second piece is a number, so pieces at equal places are of one type.
+    key: list[str | int] = [*re.split("([0-9]+)", path.name)]
+    key[1::2] = [int(number) for number in key[1::2]]
+    # Numbers may be equal up to zeros before them.
+    return key, path.name
 
 
 def find_one(folder: Path, pattern: str) -> Path:

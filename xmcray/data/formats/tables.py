@@ -1,7 +1,8 @@
 """Columns with named fields: Parquet files, and Hugging Face datasets saved to disk.
 
     layout       train, test, labels
-    parquet      train.parquet, train/*.parquet or train-*.parquet; test and labels likewise
+    parquet      train.parquet, train/*.parquet, train-*.parquet or train_0.parquet and so on; test and
+                 labels likewise
     huggingface  train/, test/ and labels/, each with the Arrow files and the state.json of `save_to_disk`
 
 The columns are those of plain JSON lines: uid, text or title and content, labels, relevance. A file
@@ -15,6 +16,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,8 @@ _BYTES_OF = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
 _FIELDS = Fields()
 _TEXT_COLUMNS = (_FIELDS.text, *_FIELDS.parts)
 _COLUMNS = (_FIELDS.uid, *_TEXT_COLUMNS, _FIELDS.labels, _FIELDS.relevance)
+# The number of a file and of all files, as the library datasets names them; perhaps with a hash.
+_PART = re.compile(r"-[0-9]+-of-(?P<all>[0-9]+)(-[0-9a-f]+)?\.parquet$")
 
 
 def _base64_fragments(key: bytes) -> list[bytes]:
@@ -197,8 +201,34 @@ def count_rows(path: Path) -> int:
 
 
 def _parquet_files(folder: Path, pattern: str) -> list[Path]:
+    """The files of a split.
+
+    Raises:
+        DataError: there is none, a part is missing, or files are named in several ways.
+    """
     find_one(folder, pattern)  # raises an error if there is none
-    return find(folder, pattern)
+    found = [find(folder, name) for name in pattern.split("|")]
+    named_alike = [files for files in found if files]
+    if len(named_alike) > 1:
+        first, second = (files[0].relative_to(folder) for files in named_alike[:2])
+        raise DataError(
+            f"{folder} has {first} and {second}, expected one of them: files of a split are named in"
+            " one way; take the others out of the folder"
+        )
+    _check_parts(named_alike[0])
+    return named_alike[0]
+
+
+def _check_parts(files: list[Path]) -> None:
+    """Raises DataError if names such as train-00000-of-00002 say that a file is missing."""
+    parts = [match for path in files if (match := _PART.search(path.name))]
+    for part in parts:
+        num_parts = int(part["all"])
+        if len(parts) != num_parts:
+            raise DataError(
+                f"{files[0].parent} has {len(parts)} parts like {part.string}, expected {num_parts};"
+                " copy the missing ones, or take those of another set out of the folder"
+            )
 
 
 def _read_arrow(path: Path) -> Iterator[Record | BadValue]:
@@ -229,9 +259,8 @@ def _dataset_files(folder: Path, pattern: str) -> list[Path]:
 
 _PARQUET_KIND = FileKind(_parquet_files, read_rows, count_rows)
 _ARROW_KIND = FileKind(_dataset_files, _read_arrow, _count_arrow)
-_PARQUET_PATTERNS = {
-    key: f"{key}.parquet|{key}/*.parquet|{key}-*.parquet" for key in ("train", "test", "labels")
-}
+_PARQUET_NAMES = "{0}.parquet|{0}/*.parquet|{0}-*.parquet|{0}_[0-9]*.parquet|{0}[0-9]*.parquet"
+_PARQUET_PATTERNS = {key: _PARQUET_NAMES.format(key) for key in ("train", "test", "labels")}
 _STATE_FILES = {key: f"{key}/state.json" for key in _PARQUET_PATTERNS}
 PARQUET = Records(_PARQUET_KIND, _PARQUET_PATTERNS)
 HUGGINGFACE = Records(_ARROW_KIND, _STATE_FILES)
