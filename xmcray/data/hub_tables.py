@@ -9,6 +9,8 @@ code of a data set: since release 4 it refuses those that need it.
 from __future__ import annotations
 
 import contextlib
+import logging
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,8 +21,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from xmcray import config, hub
+from xmcray.data.append import REMOVED_UIDS
+from xmcray.data.formats.base import FILTER_NAMES, find
 from xmcray.errors import ConfigError, DataError, readable
 from xmcray.storage.path_errors import disk_errors
+
+logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "test", "labels")
 _BATCH_ROWS = 16_384
@@ -104,6 +110,9 @@ class HubTables:
                 names = list(label_uids)
                 labels = [{"uid": names, "text": names}]
             _write(folder / "labels.parquet", _LABEL_SCHEMA, labels)
+            removed = Path(self.source) / REMOVED_UIDS
+            if removed.is_file():
+                shutil.copyfile(removed, folder / REMOVED_UIDS)
 
     def _open(self, progress: bool) -> dict[str, Any]:
         """The table of each split; its rows are mapped, not read."""
@@ -138,6 +147,8 @@ class HubTables:
                 configuration, _, part = split.rpartition("/")
                 builder = builder_of(configuration or self.configuration)
                 tables[name] = builder.as_dataset(split=part)
+        if Path(self.source).is_dir():
+            self._warn_of_unread_files(builders.values())
         return tables
 
     def _location(self) -> tuple[str, dict[str, Any]]:
@@ -147,10 +158,41 @@ class HubTables:
             # With its scheme, so that a local folder of that name is not taken for it.
             path = f"{hub.PREFIX}datasets/{place.repo_id}"
             return path, {"revision": place.revision, "data_dir": place.path or None}
-        if not Path(self.source).is_dir():
+        folder = Path(self.source)
+        if not folder.is_dir():
             raise DataError(f"{self.source} does not exist, expected a folder that datasets opens")
+        self._refuse_files_by_row(folder)
         # The absolute path, because names such as "csv" have a meaning of their own.
-        return str(Path(self.source).absolute()), {}
+        return str(folder.absolute()), {}
+
+    def _refuse_files_by_row(self, folder: Path) -> None:
+        """Raises DataError if there are filter pairs or side vectors, which count rows of raw files."""
+        for pattern in (*FILTER_NAMES.values(), "*.vectors.npy"):
+            if files := find(folder, pattern):
+                raise DataError(
+                    f"{files[0]} counts rows of raw files, but --format datasets reads tables; take the file"
+                    " away, or name the columns as another format does"
+                )
+
+    def _warn_of_unread_files(self, builders: Iterable[Any]) -> None:
+        """Warns of files next to the tables that are in none of the opened configurations."""
+        read_files: set[Path] = set()
+        for builder in builders:
+            for files in (builder.config.data_files or {}).values():
+                # A file of an archive is written NAME::ARCHIVE.
+                read_files.update(Path(str(file).split("::")[-1]).resolve() for file in files)
+        unread = []
+        for path in sorted(Path(self.source).iterdir()):
+            is_data = path.suffix not in ("", ".md") and path.name != REMOVED_UIDS
+            if is_data and path.is_file() and path.resolve() not in read_files:
+                unread.append(path.name)
+        if unread:
+            logger.warning(
+                "%s has files that datasets does not read: %s; a table is read if a configuration lists it,"
+                " and --configuration or --splits names that",
+                self.source,
+                ", ".join(unread[:5]),
+            )
 
     def _queries(
         self,

@@ -219,3 +219,32 @@ def test_prepare_names_the_corpus_by_the_data_set(
     source = tmp_path / "words"
     api.prepare(source, tmp_path / "out", format="datasets", columns=columns)
     assert prepared == [("words", "words", [("0", "a", ["b"])])]
+
+
+def test_files_next_to_the_tables_are_not_ignored_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / "set"
+    write_table(source / "train.parquet", {"text": ["a"], "labels": ["b"]})
+    (source / "LICENSE").write_text("A set.")
+    (source / "removed_labels.jsonl").write_text('{"uid": "b"}\n')
+    raw_files(source, tmp_path / "raw")
+    assert not caplog.records
+    # Uids mean the same in any layout.
+    assert (tmp_path / "raw" / "removed_labels.jsonl").read_text() == '{"uid": "b"}\n'
+    write_table(source / "labels.parquet", {"uid": ["b"], "text": ["blue"]})
+    (source / "names.csv").write_text("uid,text\n")
+    raw_files(source, tmp_path / "raw2")
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "files that datasets does not read: labels.parquet, names.csv;" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["filter_labels_train.txt", "tst_filter_labels.txt", "train.vectors.npy"]
+)
+def test_files_that_count_rows_are_refused(tmp_path: Path, name: str) -> None:
+    source = tmp_path / "set"
+    write_table(source / "train.parquet", {"text": ["a"], "labels": ["b"]})
+    (source / name).write_text("0 0\n")
+    with pytest.raises(DataError, match=f"{name} counts rows of raw files"):
+        raw_files(source, tmp_path / "raw")
