@@ -229,8 +229,7 @@ class HubTables:
             for uids in rows["labels"]:
                 label_uids.update(dict.fromkeys(uids))
             # The reader of the raw files numbers rows without a uid.
-            query_uids = batch[columns.uid] if columns.uid else [None] * len(labels)
-            rows["uid"] = [None if uid is None else str(uid) for uid in query_uids]
+            rows["uid"] = _uids(batch[columns.uid] if columns.uid else [None] * len(labels))
             yield rows
 
     def _labels(self, table: Any) -> Iterator[dict[str, list[Any]]]:
@@ -242,8 +241,7 @@ class HubTables:
             self._check(table, "labels", "label_text", column, ("string",))
         columns_read = sorted({uid_column, *text_columns})
         for batch in table.select_columns(columns_read).iter(_BATCH_ROWS):
-            uids = [str(uid) for uid in batch[uid_column]]
-            yield {"uid": uids, "text": _texts(batch, text_columns)}
+            yield {"uid": _uids(batch[uid_column]), "text": _texts(batch, text_columns)}
 
     def _check(
         self,
@@ -306,6 +304,11 @@ def _item(feature: Any) -> Any:
     return getattr(feature, "feature", feature)
 
 
+def _uids(cells: list[Any]) -> list[str | None]:
+    """Uids as texts; None where a row has none."""
+    return [None if uid is None else str(uid) for uid in cells]
+
+
 def _label_uids(cell: Any, names: list[str] | None) -> list[str | None]:
     """The uids of the labels in a cell, which holds one of them, several or none; None for no label.
 
@@ -314,9 +317,9 @@ def _label_uids(cell: Any, names: list[str] | None) -> list[str | None]:
         names: of a ClassLabel; None if the cell holds the uids themselves.
     """
     labels = _as_list(cell)
-    if names is None:
-        return [None if label in (None, "") else str(label) for label in labels]
     # The library writes -1 where a row has no class.
+    if names is None:
+        return [None if label in (None, "", -1) else str(label) for label in labels]
     return [None if number is None or number < 0 else names[number] for number in labels]
 
 

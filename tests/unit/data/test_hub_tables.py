@@ -248,3 +248,21 @@ def test_files_that_count_rows_are_refused(tmp_path: Path, name: str) -> None:
     (source / name).write_text("0 0\n")
     with pytest.raises(DataError, match=f"{name} counts rows of raw files"):
         raw_files(source, tmp_path / "raw")
+
+
+def test_a_table_of_labels_may_lack_a_uid_and_queries_may_have_no_label(tmp_path: Path) -> None:
+    source = tmp_path / "set"
+    numbers = datasets.Value("int64")
+    rows = {"text": ["a", "b"], "labels": [5, -1]}
+    write_table(source / "queries" / "train.parquet", rows, labels=numbers)
+    labels = {"uid": [5, None], "text": ["five", "no name"]}
+    write_table(source / "labels" / "train.parquet", labels, uid=numbers)
+    (source / "README.md").write_text(
+        "---\nconfigs:\n- {config_name: queries, data_dir: queries}\n"
+        "- {config_name: labels, data_dir: labels}\n---\n"
+    )
+    splits = {"train": "train", "labels": "labels/train"}
+    tables = HubTables(str(source), Columns(), "queries", splits)
+    raw = raw_files(source, tmp_path / "raw", tables)
+    assert queries(raw) == [("0", "a", ["five"]), ("1", "b", [])]
+    assert [(row.uid, row.has_uid) for row in raw.labels(refused)] == [("5", True), ("1", False)]
