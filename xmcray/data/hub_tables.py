@@ -12,6 +12,7 @@ import contextlib
 import logging
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,13 @@ class HubTables:
             ConfigError: the package datasets is missing, or a column is missing or of another type.
             DataError: the data set cannot be opened.
         """
-        tables = self._open(progress)
+        with tempfile.TemporaryDirectory(prefix="xmcray.") as cache:
+            tables = self._open(progress, cache)
+            with disk_errors(folder):
+                self._write_tables(tables, folder)
+
+    def _write_tables(self, tables: Mapping[str, Any], folder: Path) -> None:
+        """Writes the raw files of the table of each split."""
         has_label_table = "labels" in tables
         # Label names in the order in which they are met; a dictionary keeps it.
         label_uids: dict[str, None] = {}
@@ -96,26 +103,30 @@ class HubTables:
         if self.columns.relevance:
             grades = pa.list_(pa.float64())
             schema = schema.append(pa.field("relevance", grades))
-        with disk_errors(folder):
-            for split in ("train", "test"):
-                if split not in tables:
-                    continue
-                queries = self._queries(tables[split], split, has_label_table, label_uids)
-                _write(folder / f"{split}.parquet", schema, queries)
-            labels: Iterable[Mapping[str, Any]]
-            if has_label_table:
-                labels = self._labels(tables["labels"])
-            else:
-                # A label's name is its text.
-                names = list(label_uids)
-                labels = [{"uid": names, "text": names}]
-            _write(folder / "labels.parquet", _LABEL_SCHEMA, labels)
-            removed = Path(self.source) / REMOVED_UIDS
-            if removed.is_file():
-                shutil.copyfile(removed, folder / REMOVED_UIDS)
+        for split in ("train", "test"):
+            if split not in tables:
+                continue
+            queries = self._queries(tables[split], split, has_label_table, label_uids)
+            _write(folder / f"{split}.parquet", schema, queries)
+        labels: Iterable[Mapping[str, Any]]
+        if has_label_table:
+            labels = self._labels(tables["labels"])
+        else:
+            # A label's name is its text.
+            names = list(label_uids)
+            labels = [{"uid": names, "text": names}]
+        _write(folder / "labels.parquet", _LABEL_SCHEMA, labels)
+        removed = Path(self.source) / REMOVED_UIDS
+        if removed.is_file():
+            shutil.copyfile(removed, folder / REMOVED_UIDS)
 
-    def _open(self, progress: bool) -> dict[str, Any]:
-        """The table of each split; its rows are mapped, not read."""
+    def _open(self, progress: bool, cache: str) -> dict[str, Any]:
+        """The table of each split; its rows are mapped, not read.
+
+        Args:
+            progress: show downloads.
+            cache: folder for what the library makes of the files of a local folder.
+        """
         try:
             from datasets import load_dataset_builder
         except ImportError:
@@ -123,7 +134,7 @@ class HubTables:
                 "format datasets needs the package datasets, which is not installed; run"
                 " pip install 'xmcray[datasets]'"
             ) from None
-        path, options = self._location()
+        path, options = self._location(cache)
         network = ", the network and HF_TOKEN" if self.source.startswith(hub.PREFIX) else ""
         remedy = f"check the name, --configuration, --splits{network}"
         builders: dict[str | None, Any] = {}
@@ -151,7 +162,7 @@ class HubTables:
             self._warn_of_unread_files(builders.values())
         return tables
 
-    def _location(self) -> tuple[str, dict[str, Any]]:
+    def _location(self, cache: str) -> tuple[str, dict[str, Any]]:
         """What `load_dataset_builder` gets."""
         if self.source.startswith(hub.PREFIX):
             place = hub.HubPath.parse(self.source)
@@ -163,7 +174,8 @@ class HubTables:
             raise DataError(f"{self.source} does not exist, expected a folder that datasets opens")
         self._refuse_files_by_row(folder)
         # The absolute path, because names such as "csv" have a meaning of their own.
-        return str(folder.absolute()), {}
+        # The library's own cache knows a file by its name and time, which a new content may keep.
+        return str(folder.absolute()), {"cache_dir": cache}
 
     def _refuse_files_by_row(self, folder: Path) -> None:
         """Raises DataError if there are filter pairs or side vectors, which count rows of raw files."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -266,3 +267,12 @@ def test_a_table_of_labels_may_lack_a_uid_and_queries_may_have_no_label(tmp_path
     raw = raw_files(source, tmp_path / "raw", tables)
     assert queries(raw) == [("0", "a", ["five"]), ("1", "b", [])]
     assert [(row.uid, row.has_uid) for row in raw.labels(refused)] == [("5", True), ("1", False)]
+
+
+def test_a_file_that_keeps_its_name_and_time_is_read_anew(tmp_path: Path) -> None:
+    source = tmp_path / "set"
+    for text in ("old", "new"):
+        write_table(source / "train.parquet", {"text": [text], "labels": ["a"]})
+        os.utime(source / "train.parquet", (0, 0))
+        raw = raw_files(source, tmp_path / text)
+        assert [query for _, query, _ in queries(raw)] == [text]
