@@ -159,13 +159,14 @@ class CorpusWriter:
         """Writes everything that needs the counts: label order, filters, rejected rows, card.
 
         Raises:
-            DataError: a split has no row.
+            DataError: a split has no row, or no training query has text or labels.
         """
         for split in ("labels", *self.source.splits):
             if not self.num_rows[split]:
                 raise DataError(
                     f"{self.source.path}: split {split!r} has no row; expected at least one"
                 )
+        self._check_training_queries()
         for array_files in self.arrays.values():
             array_files.finish()
         tokenizer.save(self.folder / "tokenizer")
@@ -184,6 +185,20 @@ class CorpusWriter:
         self._count_unseen_labels()
         self._count_equal_texts()
         self._card(tokenizer).save(self.folder / "card.yaml")
+
+    def _check_training_queries(self) -> None:
+        """Raises DataError if all of them lack what they need, as with a field of another name."""
+        num_rows = self.num_rows["train"]
+        # Side vectors, such as those of images, can stand for texts.
+        has_text = self.odd["train: no text"] < num_rows or self.source.side_width() > 0
+        has_labels = self.odd["train: no positives"] < num_rows
+        if has_text and has_labels:
+            return
+        missing = "labels" if has_text else "text"
+        raise DataError(
+            f"{self.source.path}: no training query has {missing}, expected some; check the names of"
+            f" the fields or columns (format {self.source.format})"
+        )
 
     def _count_unseen_labels(self) -> None:
         """Counts labels without a training query among the odd rows."""

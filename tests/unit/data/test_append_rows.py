@@ -46,7 +46,8 @@ def test_queries_without_uids_are_numbered_on(tmp_path: Path) -> None:
 
 
 def test_a_number_that_is_a_uid_of_the_corpus_is_refused(tmp_path: Path) -> None:
-    old_raw = write_json_lines(tmp_path / "old", labels=LABELS, train=[{"uid": 1, "text": "a"}])
+    train = [{"uid": 1, "text": "a", "labels": ["red"]}]
+    old_raw = write_json_lines(tmp_path / "old", labels=LABELS, train=train)
     corpus = corpus_of(old_raw, tmp_path / "c1")
     new_raw = write_json_lines(tmp_path / "new", labels=LABELS, train=[{"text": "b"}])
     with pytest.raises(DataError, match="uid '1' is that of a query of the corpus"):
@@ -106,7 +107,8 @@ def test_a_malformed_label_of_a_file_with_uids_is_another_one(tmp_path: Path) ->
 def test_rejected_rows_come_in_the_order_of_the_files_however_a_folder_is_spelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = {"a": [{"uid": "a", "text": "a"}, {"text": 1}], "b": [{"text": 2}, {"uid": "b"}]}
+    valid = {"text": "a", "labels": ["red"]}
+    rows = {"a": [valid, {"text": 1}], "b": [{"text": 2}, valid]}
     for name, train in rows.items():
         write_json_lines(tmp_path / name, labels=LABELS, train=train)
     monkeypatch.chdir(tmp_path)
@@ -154,3 +156,19 @@ def test_malformed_labels_are_not_kept_while_labels_are_matched(
     new_raw = write_json_lines(tmp_path / "new", labels=labels, train=train)
     label_ids = match_labels(old, detect(new_raw), skip=True)
     assert label_ids.tolist() == [0, 2, 3, 1, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("row", "missing"),
+    [
+        ({"query": "a", "labels": ["red"]}, "text"),
+        ({"text": "a", "tags": ["red"]}, "labels"),
+    ],
+)
+def test_fields_of_another_name_are_refused(
+    tmp_path: Path, row: dict[str, Any], missing: str
+) -> None:
+    raw = write_json_lines(tmp_path / "raw", labels=LABELS, train=[row, row])
+    with pytest.raises(DataError, match=f"no training query has {missing}, expected some"):
+        corpus_of(raw, tmp_path / "corpus")
+    assert not (tmp_path / "corpus").exists()
