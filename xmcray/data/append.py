@@ -27,6 +27,7 @@ from xmcray.data.checked_files import read_array
 from xmcray.data.chunks import Rejects, rejected_uid
 from xmcray.data.corpus import REMOVED, Card, Corpus, Split
 from xmcray.data.formats import BadRow, OnBad, RawFiles, Row
+from xmcray.data.formats.base import find, read_lines
 from xmcray.data.rejected import SPLITS, earlier_rejected
 from xmcray.data.shards import ARRAY_SUFFIXES, shard_stem
 from xmcray.data.text_keys import COUNTED, keys_by_name
@@ -385,15 +386,9 @@ def _continue_split(writer: CorpusWriter, source: AppendedFiles, old: Split) -> 
 
 def _removed_labels(corpus: Corpus, source: AppendedFiles) -> Int64Array:
     """Source ids of the removed labels: those of the corpus, and those that new files name."""
-    path = source.new.path / REMOVED_UIDS
-    if not path.is_file():
+    removed_uids = _removed_uids(source.new.path)
+    if not removed_uids:
         return corpus.removed_labels
-    with readable(f"{path} cannot be read", 'write {"uid": ...} a line', DataError):
-        removed_uids = set()
-        for line in path.read_text(encoding="utf-8").split("\n"):
-            if line:
-                record = json.loads(line)
-                removed_uids.add(str(record["uid"]))
     removed_ids = set(corpus.removed_labels.tolist())
     for source_id, uid in _labels_by_id(corpus):
         if uid in removed_uids:
@@ -403,8 +398,26 @@ def _removed_labels(corpus: Corpus, source: AppendedFiles) -> Int64Array:
         if label.uid in removed_uids:
             removed_ids.add(int(source.label_ids[label.row]))
     if len(removed_ids) == source.num_labels:
-        raise DataError(f"{path} names all labels of {corpus.path}, expected some to be left")
+        raise DataError(
+            f"{source.new.path}/{REMOVED_UIDS} names all labels of {corpus.path}, expected some to be"
+            " left"
+        )
     return np.array(sorted(removed_ids), np.int64)
+
+
+def _removed_uids(folder: Path) -> set[str]:
+    """Uids of the labels that a folder of raw files removes."""
+    uids = set()
+    for path in find(folder, REMOVED_UIDS):
+        with readable(f"{path} cannot be read", 'write {"uid": ...} a line', DataError):
+            for line in read_lines(path):
+                if not line.strip():
+                    continue
+                uid = json.loads(line)["uid"]
+                if type(uid) not in (str, int):
+                    raise TypeError(f"a uid is {str(uid)[:40]}, expected a text")
+                uids.add(str(uid))
+    return uids
 
 
 def _odd_rows(split: Split, rows: Int64Array) -> Counter[str]:

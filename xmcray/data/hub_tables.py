@@ -116,9 +116,8 @@ class HubTables:
             names = list(label_uids)
             labels = [{"uid": names, "text": names}]
         _write(folder / "labels.parquet", _LABEL_SCHEMA, labels)
-        removed = Path(self.source) / REMOVED_UIDS
-        if removed.is_file():
-            shutil.copyfile(removed, folder / REMOVED_UIDS)
+        for removed in find(Path(self.source), REMOVED_UIDS):
+            shutil.copyfile(removed, folder / removed.name)
 
     def _open(self, progress: bool, cache: str) -> dict[str, Any]:
         """The table of each split; its rows are mapped, not read.
@@ -193,9 +192,10 @@ class HubTables:
             for files in (builder.config.data_files or {}).values():
                 # A file of an archive is written NAME::ARCHIVE.
                 read_files.update(Path(str(file).split("::")[-1]).resolve() for file in files)
+        read_files.update(path.resolve() for path in find(Path(self.source), REMOVED_UIDS))
         unread = []
         for path in sorted(Path(self.source).iterdir()):
-            is_data = path.suffix not in ("", ".md") and path.name != REMOVED_UIDS
+            is_data = path.suffix not in ("", ".md")
             if is_data and path.is_file() and path.resolve() not in read_files:
                 unread.append(path.name)
         if unread:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -172,3 +173,29 @@ def test_fields_of_another_name_are_refused(
     with pytest.raises(DataError, match=f"no training query has {missing}, expected some"):
         corpus_of(raw, tmp_path / "corpus")
     assert not (tmp_path / "corpus").exists()
+
+
+REMOVED = b'{"uid": "red"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("removed_labels.jsonl", REMOVED),
+        ("removed_labels.jsonl", b"\xef\xbb\xbf" + REMOVED),
+        ("removed_labels.jsonl", REMOVED.replace(b"\n", b"\r\n\r\n")),
+        ("removed_labels.jsonl.gz", gzip.compress(REMOVED)),
+    ],
+)
+def test_removed_labels_are_read_as_other_text_files(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    train = [{"text": "a", "labels": ["red"]}]
+    old = corpus_of(write_json_lines(tmp_path / "old", labels=LABELS, train=train), tmp_path / "c1")
+    new_raw = write_json_lines(tmp_path / "new", labels=LABELS, train=train)
+    (new_raw / name).write_bytes(content)
+    grown = appended(old, new_raw, tmp_path / "c2")
+    assert grown.removed_labels.tolist() == [0]
+    (new_raw / name).write_text('{"uid": null}')
+    with pytest.raises(DataError, match=r'write {"uid": \.\.\.} a line|gzip'):
+        appended(old, new_raw, tmp_path / "c3")
