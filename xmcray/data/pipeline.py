@@ -102,6 +102,7 @@ def prepare(
     about["tokenizer"] = short_name(config.tokenizer)
     # Before Ray starts, because a file of side vectors may be malformed.
     source.side_width()
+    source.warn_of_integer_labels()
     tokenizer = None
     if config.tokenizer != "wordpiece":
         # Before Ray starts, because the name may be wrong.
@@ -153,6 +154,7 @@ def append(
         StorageError: as for `prepare`.
     """
     refuse_existing(out)
+    new.warn_of_integer_labels()
     config = settings_of(corpus.card, on_error)
     tokenizer = corpus.tokenizer()
     label_ids = match_labels(corpus, new, on_error == "skip")

@@ -180,3 +180,28 @@ def test_a_split_that_is_not_there_fails(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", {"text": "q"})
     with pytest.raises(DataError, match="no test split; found: train"):
         read(tmp_path, "test")
+
+
+@pytest.mark.parametrize(
+    ("uids", "labels", "is_warned"),
+    [
+        ([7, 9], [1, 0], True),
+        ([1, 0], [1], True),
+        ([0, 1], [1, 0], False),
+        (["7", "9"], [1, 0], False),
+        ([7, 9], ["7", "9"], False),
+        ([7, None], None, False),
+        ([7, 9], 7, False),
+    ],
+)
+def test_integers_that_may_be_uids_are_warned_of(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    uids: list[Any],
+    labels: Any,
+    is_warned: bool,
+) -> None:
+    write(tmp_path / "labels.jsonl", *({"uid": uid, "text": "a"} for uid in uids))
+    write(tmp_path / "train.jsonl", {"text": "q", "labels": labels})
+    detect(tmp_path).warn_of_integer_labels()
+    assert ("if uids are meant, write them as texts" in caplog.text) == is_warned

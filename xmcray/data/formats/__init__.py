@@ -6,18 +6,21 @@ layouts are described in `json_lines`, `texts` and `tables`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from xmcray.config import unknown
 from xmcray.data.formats.base import BadRow, Format, OnBad, Row, find, read_filters
-from xmcray.data.formats.json_lines import JSONL, LF, TEVATRON
+from xmcray.data.formats.json_lines import JSONL, LF, TEVATRON, Records
 from xmcray.data.formats.tables import HUGGINGFACE, PARQUET
 from xmcray.data.formats.texts import BOW, DEXML, PECOS, RENEE, SPARSE
 from xmcray.data.side_vectors import RawVectors, side_width
 from xmcray.errors import ConfigError, DataError
 from xmcray.types import Int64Array
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["FORMATS", "BadRow", "OnBad", "RawFiles", "Row", "detect"]
 
@@ -99,6 +102,16 @@ class RawFiles:
             DataError: a file is malformed, or the files contradict each other.
         """
         return side_width(self.path, self.splits)
+
+    def warn_of_integer_labels(self) -> None:
+        """Warns if labels of queries are integers, and uids of labels are too."""
+        layout = FORMATS[self.format]
+        if isinstance(layout, Records) and layout.may_mean_uids(self.path):
+            logger.warning(
+                "%s: integers in the labels of queries are taken for rows of the label file, counted from 0,"
+                " although uids of labels are integers too; if uids are meant, write them as texts",
+                self.path,
+            )
 
     def _not_empty(self, rows: Iterator[Row], what: str) -> Iterator[Row]:
         empty = True

@@ -11,6 +11,7 @@ a label's uid.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from xmcray.data.formats.base import (
 
 Record = Mapping[str, Any]
 _DECODE_JSON = json.JSONDecoder().raw_decode  # a third faster than json.loads
+_FIRST_RECORDS = 100  # of a file, that are looked at before all are read
 _JSON_KINDS = {list: "an array", str: "a string", type(None): "null", bool: "true or false"}
 
 
@@ -255,6 +257,29 @@ class Records:
     def shape(self, folder: Path, split: str) -> tuple[int, int]:
         """Rows of the split and of the labels, bad ones included."""
         return self._num_rows(folder, split), self._num_rows(folder, "labels")
+
+    def may_mean_uids(self, folder: Path) -> bool:
+        """Whether integers in the labels of queries are rows, but may be meant as uids of labels.
+
+        The first records tell: the uids of labels are integers too, and not the numbers of the rows.
+        """
+        # The field of other layouts says whether it holds uids or rows.
+        if self.query_fields != Fields():
+            return False
+        uids = self._first_values(folder, "labels", self.label_fields.uid)
+        if not any(type(uid) is int and uid != row for row, uid in enumerate(uids)):
+            return False
+        for labels in self._first_values(folder, "train", self.query_fields.labels):
+            # Something else than a list is reported when all records are read.
+            if isinstance(labels, list) and int in map(type, labels):
+                return True
+        return False
+
+    def _first_values(self, folder: Path, name: str, field: str) -> Iterator[Any]:
+        """The values of a field in the first records of "train" or "labels"; None if it is bad."""
+        path = self.kind.paths(folder, self.files[name])[0]
+        for record in itertools.islice(self.kind.records(path), _FIRST_RECORDS):
+            yield None if isinstance(record, BadValue) else record.get(field)
 
     def _fields(self, folder: Path, fields: Fields) -> Fields:
         # Releases for titles contain the same file with contents, which the papers do not use.
