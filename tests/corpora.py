@@ -9,14 +9,10 @@ from typing import Any, Literal
 import numpy as np
 from planted import WORDS_PER_LABEL, write_planted, write_side_vectors
 
-from xmcray.data.append import (
-    appended_files,
-    changed_files,
-    continued_writer,
-    match_labels,
-    settings_of,
-)
+from xmcray.data.append import appended_files, settings_of
+from xmcray.data.appended_labels import match_labels
 from xmcray.data.chunks import NO_PAIRS, pack_chunk, read_chunks, survey, test_keys
+from xmcray.data.continued_writer import changed_files, continued_writer
 from xmcray.data.corpus import KIND, Corpus
 from xmcray.data.formats import RawFiles, detect
 from xmcray.data.text_keys import NO_KEYS

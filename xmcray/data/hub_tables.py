@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from xmcray import config, hub
-from xmcray.data.append import REMOVED_UIDS
+from xmcray.data.appended_labels import REMOVED_UIDS
 from xmcray.data.formats.base import FILTER_NAMES, find
 from xmcray.errors import ConfigError, DataError, readable
 from xmcray.storage.path_errors import disk_errors

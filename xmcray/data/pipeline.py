@@ -18,13 +18,8 @@ from typing import Any, Literal
 import numpy as np
 from rich.progress import Progress
 
-from xmcray.data.append import (
-    appended_files,
-    changed_files,
-    continued_writer,
-    match_labels,
-    settings_of,
-)
+from xmcray.data.append import appended_files, settings_of
+from xmcray.data.appended_labels import match_labels
 from xmcray.data.chunks import (
     NO_PAIRS,
     PackedShard,
@@ -34,6 +29,7 @@ from xmcray.data.chunks import (
     survey,
     test_keys,
 )
+from xmcray.data.continued_writer import changed_files, continued_writer
 from xmcray.data.corpus import KIND, Corpus
 from xmcray.data.formats import RawFiles
 from xmcray.data.stream import (

@@ -28,7 +28,7 @@ from xmcray.serving.state_folder import EVENTS, LABELS, folder_name
 from xmcray.storage.artifact import new_artifact, refuse_existing
 
 KIND = "events"
-REMOVED_UIDS = "removed_labels.jsonl"  # as data/append.py reads it
+REMOVED_UIDS = "removed_labels.jsonl"  # as data/appended_labels.py reads it
 GRADES: Mapping[str, float] = {"click": 1.0, "accept": 2.0, "purchase": 3.0}
 _HASH_RANGE = 1 << 32
 

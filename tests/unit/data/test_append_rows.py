@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from corpora import appended, corpus_of
 
-from xmcray.data.append import match_labels
+from xmcray.data.appended_labels import match_labels
 from xmcray.data.corpus import Corpus
 from xmcray.data.formats import BadRow, detect
 from xmcray.data.rejected import RejectedRows

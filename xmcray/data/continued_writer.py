@@ -1,0 +1,143 @@
+"""What a corpus that is appended to keeps: full shards are linked, and their rows stay counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from xmcray.data.append import AppendedFiles
+from xmcray.data.appended_labels import removed_labels
+from xmcray.data.array_files import ArrayFiles
+from xmcray.data.checked_files import read_array
+from xmcray.data.corpus import REMOVED, Corpus, Split
+from xmcray.data.rejected import SPLITS, earlier_rejected
+from xmcray.data.shards import ARRAY_SUFFIXES
+from xmcray.data.text_keys import COUNTED, keys_by_name
+from xmcray.data.writer import CorpusWriter, PrepareConfig
+from xmcray.errors import DataError, readable
+from xmcray.types import Int64Array, id_blocks
+
+# Counts of odd rows that depend on all queries; the writer counts them anew.
+_COUNTED_ANEW = ("labels: never seen", "labels: seen only in test", *COUNTED)
+
+
+def changed_files(names: Iterable[str], source: AppendedFiles, config: PrepareConfig) -> set[str]:
+    """Names of the files of the corpus that cannot be linked.
+
+    Linked are full shards, and all of a split that gets no rows.
+    """
+    return {name for name in names if _is_changed(name, source, config)}
+
+
+def _is_changed(name: str, source: AppendedFiles, config: PrepareConfig) -> bool:
+    """Whether a file of the corpus will have another content."""
+    split, _, file_name = name.partition("/")
+    if split not in SPLITS:
+        return True
+    if split not in source.appended_splits:
+        return False
+    number, _, suffix = file_name.partition(".")
+    num_full = source.first_shard(split, config.shard_rows)
+    kind = suffix.removesuffix(".npy")
+    if kind in ARRAY_SUFFIXES:
+        # An array file has the rows of several shards.
+        num_full //= config.shards_per_array_file
+    return int(number) >= num_full
+
+
+def continued_writer(
+    folder: Path, corpus: Corpus, source: AppendedFiles, config: PrepareConfig
+) -> CorpusWriter:
+    """A writer that has counted all rows of the corpus but those that are packed again.
+
+    Args:
+        folder: of the new corpus.
+        corpus: the corpus whose rows come first.
+        source: what will be added.
+        config: settings of the corpus.
+    """
+    card = corpus.card
+    removed_ids = removed_labels(corpus, source.new, source.label_ids)
+    if len(removed_ids):
+        np.save(folder / REMOVED, removed_ids)
+    writer = CorpusWriter(folder, source, config, card.name, card.licence)
+    writer.odd = Counter(card.odd)
+    for reason in _COUNTED_ANEW:
+        writer.odd.pop(reason, None)
+    writer.earlier_rejected = earlier_rejected(corpus.path, card)
+    for name in SPLITS:
+        _continue_split(writer, source, Split(corpus.path, name, card))
+    return writer
+
+
+def _continue_split(writer: CorpusWriter, source: AppendedFiles, old: Split) -> None:
+    """Counts the rows of a split that are kept."""
+    name = old.name
+    num_kept = len(old)
+    if name in source.appended_splits:
+        num_full_shards = source.first_shard(name, source.card.shard_rows)
+        num_kept = num_full_shards * source.card.shard_rows
+        _continue_arrays(writer, source, name, num_full_shards)
+        _take_back(writer, source, old)
+    writer.num_rows[name] = num_kept
+    for rows in id_blocks(num_kept):
+        keys = keys_by_name(name, old.texts(rows))
+        writer.keys.add(keys)
+    if name != "labels" and len(old):
+        writer.counts[name] = _positives_by_label(old, num_kept, source.num_labels)
+        writer.filters[name] = [_filter_pairs(source.corpus, name)]
+
+
+def _continue_arrays(
+    writer: CorpusWriter, source: AppendedFiles, name: str, num_shards: int
+) -> None:
+    """Opens the array files of a split, which go on after those of its full shards."""
+    folder = writer.folder / name
+    folder.mkdir(exist_ok=True)
+    arrays = ArrayFiles(folder, writer.config.shards_per_array_file)
+    arrays.keep(source.corpus / name, num_shards, source.card.shard_rows)
+    writer.arrays[name] = arrays
+
+
+def _take_back(writer: CorpusWriter, source: AppendedFiles, old: Split) -> None:
+    """Takes rows that are packed again out of the counts of the corpus."""
+    name = old.name
+    unfinished = source.unfinished(name)
+    writer.odd.subtract(_odd_rows(old, unfinished))
+    if name == "test":
+        # The card has no average of test queries.
+        return
+    average_name = "tokens per label" if name == "labels" else "tokens per training query"
+    # The card has the average alone; times the rows it is the sum again, but for rounding.
+    num_tokens = round(source.card.averages[average_name] * len(old))
+    tokens = old.tokens(unfinished)
+    writer.num_tokens[name] = num_tokens - len(tokens.values)
+
+
+def _odd_rows(split: Split, rows: Int64Array) -> Counter[str]:
+    """What the packing of some rows of a split counts as odd."""
+    odd: Counter[str] = Counter()
+    odd[f"{split.name}: no text"] = sum(not text.strip() for text in split.texts(rows))
+    if split.name != "labels":
+        # Filter pairs were taken from the positives before the corpus counted them.
+        has_none = split.positives(rows).lengths == 0
+        odd[f"{split.name}: no positives"] = int(has_none.sum())
+    return odd
+
+
+def _filter_pairs(folder: Path, split: str) -> Int64Array:
+    """int64 [pairs, 2], the filter pairs of a split of a corpus."""
+    path = folder / "filters" / f"{split}.npy"
+    with readable(f"{path} cannot be read", "prepare the corpus again", DataError):
+        return np.asarray(read_array(path, np.int64, ndim=2))
+
+
+def _positives_by_label(split: Split, num_rows: int, num_labels: int) -> Int64Array:
+    """int64 [L], how many of the first rows of a split carry each label."""
+    counts = np.zeros(num_labels, np.int64)
+    for rows in id_blocks(num_rows):
+        counts += np.bincount(split.positives(rows).values, minlength=num_labels)
+    return counts
