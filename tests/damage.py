@@ -46,6 +46,7 @@ from xmcray.retrieval.labels import annotate_labels, remove_labels
 from xmcray.serving.event_export import export_events
 from xmcray.serving.event_log import EventLog
 from xmcray.serving.events import FeedbackEvent, SearchEvent
+from xmcray.serving.log_place import BEGINNING
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
 from xmcray.serving.state_folder import StateFolder
@@ -127,7 +128,7 @@ def write_artifacts(folder: Path) -> dict[str, Artifact]:
     train(corpus.path, folder / "run", RunConfig.resolve("astra", {}, settings))
     state = folder / "state"
     config = ServeConfig(bundles={"m": str(plain)}, state_dir=str(state))
-    with StateFolder(config, "m").open_log(0) as log:
+    with StateFolder(config, "m").open_log(BEGINNING) as log:
         for batch in BATCHES:
             log.append(batch)
     StateFolder(config, "m").remember(str(folder / "texts"), "0" * 64)
@@ -233,7 +234,7 @@ def open_state(path: Path, bundle: Path) -> str:
     """Opens what a coordinator finds when it starts."""
     folder = StateFolder(ServeConfig(bundles={"m": str(bundle)}, state_dir=str(path)), "m")
     parts: list[Any] = [folder.bundle()]
-    with folder.open_log(0) as log:
+    with folder.open_log(BEGINNING) as log:
         parts.append([operation.model_dump() for operation in log.since(0)])
     return _fingerprint(parts)
 

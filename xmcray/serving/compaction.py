@@ -6,6 +6,7 @@ from xmcray.errors import StorageError
 from xmcray.retrieval.bundle import KIND, new_bundle
 from xmcray.retrieval.labels import write_changes
 from xmcray.retrieval.retriever import Retriever
+from xmcray.serving.log_place import record_of
 from xmcray.serving.snapshot import Snapshot
 from xmcray.storage.artifact import link_files, open_artifact
 from xmcray.storage.manifest import FileEntry, read_manifest
@@ -35,7 +36,7 @@ def write_compacted(snapshot: Snapshot, out: str, threads: int) -> str:
     about = {
         **manifest.about,
         "changes": [*manifest.about.get("changes", []), change],
-        "label_log": {"model": snapshot.model, "number": snapshot.number},
+        "label_log": record_of(snapshot.model, snapshot.place),
     }
     # Filled in the block: entries of files that are already verified are not hashed again.
     entries: dict[str, FileEntry] = {}

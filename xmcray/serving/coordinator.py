@@ -22,7 +22,7 @@ from xmcray.errors import XmcrayError
 from xmcray.serving import schema
 from xmcray.serving.bundle_roots import BundleRoots
 from xmcray.serving.compaction import write_compacted
-from xmcray.serving.decisions import Decision, ReplicaState, Update
+from xmcray.serving.decisions import Decision, ReplicaState, ServedBundle, Update
 from xmcray.serving.event_log import EventLog
 from xmcray.serving.events import NOT_COLLECTED, FeedbackEvent, SearchEvent
 from xmcray.serving.label_log import LabelLog
@@ -122,7 +122,7 @@ class SnapshotCoordinator(SnapshotSource):
             with _refusing("the operations were not acknowledged: "):
                 number = await asyncio.to_thread(model.log.append, operations)
             # After the append: an operation is never answered before it is durable.
-            model.snapshot = snapshot
+            model.snapshot = snapshot.at(model.log.place(number))
         await self._replicas.notify()
         return number
 
@@ -149,9 +149,9 @@ class SnapshotCoordinator(SnapshotSource):
             finally:
                 if model.decision.loading:
                     # The swap failed: replicas drop what they loaded.
-                    await self._decide(model, Decision(old.bundle, old.version))
+                    await self._decide(model, Decision(old.bundle))
             # Requests go on with the old bundle until their replica has switched.
-            version = model.decision.version
+            version = model.decision.bundle.version
             await self._replicas.wait_for(
                 lambda states: states[model.name].answering == version, ALIVE_S
             )
@@ -160,12 +160,12 @@ class SnapshotCoordinator(SnapshotSource):
             "model %s: %.12s replaced %.12s in %.1f s",
             model.name,
             version,
-            old.version,
+            old.bundle.version,
             seconds,
         )
         return schema.SwapResponse(
             model=model.name,
-            previous=old.version,
+            previous=old.bundle.version,
             version=version,
             recall=recall,
             seconds=seconds,
@@ -175,6 +175,8 @@ class SnapshotCoordinator(SnapshotSource):
         """Lets all replicas load a bundle and then answer from it; returns its recall."""
         bundle = request.bundle
         snapshot = await self._in_loader(self._load, model.name, bundle)
+        place = await asyncio.to_thread(model.log.find, snapshot.place)
+        snapshot = snapshot.at(place)
         snapshot = await self._in_loader(_caught_up, snapshot, model.log)
         version = snapshot.version
         number = snapshot.number
@@ -187,12 +189,12 @@ class SnapshotCoordinator(SnapshotSource):
             request.version,
             floor,
         )
-        old = model.decision
-        await self._decide(model, Decision(old.bundle, old.version, (bundle, version)))
+        new = ServedBundle(bundle, version, place)
+        await self._decide(model, Decision(model.decision.bundle, loading=new))
 
         def has_loaded(states: Mapping[str, ReplicaState]) -> bool:
             state = states[model.name]
-            return version in state.versions and state.number >= number
+            return version in state.places and state.places[version].number >= number
 
         num_missing = await self._replicas.wait_for(has_loaded, self._config.swap_s)
         if num_missing:
@@ -207,7 +209,7 @@ class SnapshotCoordinator(SnapshotSource):
             # First to the disk: after a crash the bundle that answered last is served.
             await asyncio.to_thread(model.folder.remember, bundle, version)
             model.snapshot = snapshot
-            await self._decide(model, Decision(bundle, version))
+            await self._decide(model, Decision(new))
         return recall
 
     def note_searches(self, name: str, events: Sequence[SearchEvent], num_dropped: int = 0) -> None:
@@ -296,11 +298,12 @@ class SnapshotCoordinator(SnapshotSource):
         # Served all the same: the operator may have written the bundle anew on purpose.
         if expected not in (None, snapshot.version):
             log.warning("model %s: %s has changed since it was swapped in", name, bundle)
-        label_log = folder.open_log(snapshot.number)
+        label_log = folder.open_log(snapshot.place)
+        snapshot = snapshot.at(label_log.find(snapshot.place))
+        decision = Decision(ServedBundle(bundle, snapshot.version, snapshot.place))
         snapshot = _caught_up(snapshot, label_log)
         if expected is None:
             folder.forget_swap()
-        decision = Decision(bundle, snapshot.version)
         return _ServedModel(name, folder, decision, snapshot, label_log, folder.open_events())
 
     def _load(self, name: str, bundle: str) -> Snapshot:
@@ -342,14 +345,24 @@ def _refusing(prefix: str = "") -> Iterator[None]:
 def _update(model: _ServedModel, state: ReplicaState) -> Update | None:
     """What a replica in this state lacks of a model."""
     last = model.snapshot.number
-    is_behind = state.number < last
-    if state.epoch == model.decision.epoch and not is_behind:
+    has_carried_out = state.epoch == model.decision.epoch
+    stale = []
+    # A coordinator that is started again may read a log that was restored. Later the replica only
+    # has what this coordinator sent.
+    if not has_carried_out:
+        stale = [version for version, place in state.places.items() if not model.log.holds(place)]
+    numbers = [place.number for version, place in state.places.items() if version not in stale]
+    # The version that is furthest behind.
+    number = min(numbers, default=-1)
+    is_behind = number < last
+    if has_carried_out and not is_behind:
         return None
     operations: Sequence[schema.Operation] = []
     # A replica that has loaded nothing yet gets the operations when it has.
-    if is_behind and state.number >= 0:
-        operations = model.log.since(state.number)
-    return Update(model.decision, last, state.number, operations)
+    if is_behind and numbers:
+        operations = model.log.since(number)
+    place = model.log.place(max(0, number) + len(operations))
+    return Update(model.decision, last, number, operations, place, stale)
 
 
 def _changed(snapshot: Snapshot, operations: Sequence[schema.Operation]) -> Snapshot:
@@ -369,5 +382,6 @@ def _changed(snapshot: Snapshot, operations: Sequence[schema.Operation]) -> Snap
 def _caught_up(snapshot: Snapshot, label_log: LabelLog) -> Snapshot:
     """The snapshot with all operations of the log."""
     while operations := label_log.since(snapshot.number):
-        snapshot = snapshot.after(operations)
+        place = label_log.place(snapshot.number + len(operations))
+        snapshot = snapshot.after(operations).at(place)
     return snapshot

@@ -6,7 +6,23 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from xmcray.serving.log_place import LogPlace
 from xmcray.serving.schema import Operation
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBundle:
+    """A bundle, and where it stands in the label log.
+
+    Attributes:
+        path: folder or URL.
+        version: SHA-256 that the bundle must have.
+        place: place in the log from which operations are applied to it.
+    """
+
+    path: str
+    version: str
+    place: LogPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,15 +30,13 @@ class Decision:
     """What is served under a name.
 
     Attributes:
-        bundle: folder or URL.
-        version: SHA-256 that the bundle must have.
-        loading: bundle and version that replicas load alongside.
+        bundle: the bundle that answers.
+        loading: the bundle that replicas load alongside.
         epoch: differs from that of every other decision.
     """
 
-    bundle: str
-    version: str
-    loading: tuple[str, str] | None = None
+    bundle: ServedBundle
+    loading: ServedBundle | None = None
     epoch: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
@@ -33,14 +47,12 @@ class ReplicaState:
     Attributes:
         epoch: the last decision that it carried out.
         answering: the version that answers.
-        versions: the versions that are loaded.
-        number: the last operation that all of them have; -1 if none is loaded.
+        places: by version that is loaded, its place in the label log.
     """
 
     epoch: str = ""
     answering: str = ""
-    versions: tuple[str, ...] = ()
-    number: int = -1
+    places: Mapping[str, LogPlace] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +64,16 @@ class Update:
         last: number of the last operation that there is.
         since: number of the operation before the first one of `operations`.
         operations: operations that the replica lacks, as many as are sent at once.
+        place: place in the log behind these operations.
+        stale: versions of the replica that have other operations than the log.
     """
 
     decision: Decision
     last: int
     since: int
     operations: Sequence[Operation]
+    place: LogPlace
+    stale: Sequence[str] = ()
 
 
 Follow = Callable[[str, Mapping[str, ReplicaState], float], Awaitable[dict[str, Update]]]

@@ -18,7 +18,8 @@ from typing import Any
 
 from xmcray.errors import XmcrayError, one_line
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
-from xmcray.serving.decisions import Follow, ReplicaState, Update
+from xmcray.serving.decisions import Follow, ReplicaState, ServedBundle, Update
+from xmcray.serving.log_place import LogPlace
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot, SnapshotReference
@@ -36,30 +37,48 @@ class _FollowedModel:
 
     Attributes:
         epoch: of the last decision that was carried out.
-        answering: version that answers requests that begin now; "" before the first one is loaded.
+        answering: version that answers requests that begin now; "" before the first one is loaded,
+            and while it is loaded again.
+        stale: the snapshot that answers while its version is loaded again.
         newest: the newest snapshot of each version.
-        older: earlier snapshots by version and operation number, and the time at which each was
-            replaced.
+        older: earlier snapshots by version and place in the label log, and the time at which each
+            was replaced.
         dropped: versions that are no longer needed, and since when.
     """
 
     def __init__(self) -> None:
         self.epoch = ""
         self.answering = ""
+        self.stale: Snapshot | None = None
         self.newest: dict[str, Snapshot] = {}
-        self.older: dict[tuple[str, int], tuple[float, Snapshot]] = {}
+        self.older: dict[tuple[str, LogPlace], tuple[float, Snapshot]] = {}
         self.dropped: dict[str, float] = {}
 
     def state(self) -> ReplicaState:
         """The state that is sent to the coordinator."""
-        # The coordinator sends what the version that is furthest behind lacks.
-        number = min((snapshot.number for snapshot in self.newest.values()), default=-1)
-        return ReplicaState(self.epoch, self.answering, tuple(self.newest), number)
+        places = {version: snapshot.place for version, snapshot in self.newest.items()}
+        return ReplicaState(self.epoch, self.answering, places)
 
     def replace(self, old: Snapshot, new: Snapshot) -> None:
         """Sets the newest snapshot of a version."""
-        self.older[old.version, old.number] = (time.monotonic(), old)
+        self._keep(old)
         self.newest[new.version] = new
+
+    def drop_stale(self, version: str) -> None:
+        """Drops a version that has other operations than the label log.
+
+        Its snapshot goes on answering until a version has the operations that there are.
+        """
+        snapshot = self.newest.pop(version)
+        self._keep(snapshot)
+        self.dropped.pop(version, None)
+        if version == self.answering:
+            self.answering = ""
+            self.stale = snapshot
+
+    def _keep(self, old: Snapshot) -> None:
+        """Keeps a snapshot for the requests that began with it."""
+        self.older[old.version, old.place] = (time.monotonic(), old)
         while len(self.older) > MAX_OLD_SNAPSHOTS:
             # Dictionaries keep the order of insertion: the first one is the oldest.
             self.older.pop(next(iter(self.older)))
@@ -72,9 +91,9 @@ class _FollowedModel:
             if since < limit:
                 del self.dropped[version]
                 del self.newest[version]
-        for (version, number), (since, _) in list(self.older.items()):
+        for (version, place), (since, _) in list(self.older.items()):
             if since <= limit or version not in self.newest:
-                del self.older[version, number]
+                del self.older[version, place]
 
 
 class Follower(SnapshotSource):
@@ -123,7 +142,7 @@ class Follower(SnapshotSource):
         """See `SnapshotSource`."""
         by_name = {}
         for name, model in self._models.items():
-            by_name[name] = model.newest.get(model.answering)
+            by_name[name] = model.newest.get(model.answering, model.stale)
         return by_name
 
     async def referenced(self, reference: SnapshotReference, wait_s: float) -> Snapshot:
@@ -136,11 +155,11 @@ class Follower(SnapshotSource):
             ProblemError: this replica does not get there in time, or has dropped it.
         """
         version = reference.version
-        number = reference.number
+        place = reference.place
         model = self._models[reference.model]
 
         def is_reached() -> bool:
-            return version in model.newest and model.newest[version].number >= number
+            return version in model.newest and model.newest[version].number >= place.number
 
         # The request may have overtaken the update.
         if not is_reached():
@@ -148,12 +167,13 @@ class Follower(SnapshotSource):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait_for(is_reached), wait_s)
         newest = model.newest.get(version)
-        if newest is not None and newest.number == number:
+        if newest is not None and newest.place == place:
             return newest
-        if (version, number) in model.older:
-            return model.older[version, number][1]
+        if (version, place) in model.older:
+            return model.older[version, place][1]
         raise ProblemError(
-            "not-ready", f"version {version[:12]} with operation {number} is not here; ask again"
+            "not-ready",
+            f"version {version[:12]} with operation {place.number} is not here; ask again",
         )
 
     async def _step(self, wait_s: float) -> None:
@@ -179,37 +199,43 @@ class Follower(SnapshotSource):
     async def _carry_out(self, name: str, update: Update) -> None:
         model = self._models[name]
         decision = update.decision
-        # Versions whose snapshots are not those of the coordinator; they answer until they are loaded.
-        stale = set()
+        for version in update.stale:
+            log.warning(
+                "model %s: the label log is another one than that of operation %d; loading the bundle again",
+                name,
+                model.newest[version].number,
+            )
+            model.drop_stale(version)
         for version, snapshot in list(model.newest.items()):
             # Versions may be at different operations.
             later = update.operations[max(0, snapshot.number - update.since) :]
             if not later:
                 continue
             try:
-                model.replace(snapshot, await self._in_loader(snapshot.after, later))
+                changed = await self._in_loader(snapshot.after, later)
+                model.replace(snapshot, changed.at(update.place))
             except XmcrayError as error:
                 # The coordinator has accepted the operations, so its snapshot is another one.
                 log.error("model %s: %s; loading the bundle again", name, one_line(error))
-                stale.add(version)
-        needed = {decision.version: decision.bundle}
+                model.drop_stale(version)
+        needed = {decision.bundle.version: decision.bundle}
         if decision.loading:
-            bundle, version = decision.loading
-            needed[version] = bundle
+            needed[decision.loading.version] = decision.loading
         for version, bundle in needed.items():
             model.dropped.pop(version, None)
-            if version in model.newest.keys() - stale:
+            if version in model.newest:
                 continue
             try:
-                model.newest[version] = await self._in_loader(self._load, name, bundle, version)
+                model.newest[version] = await self._in_loader(self._load, name, bundle)
             except XmcrayError as error:
-                log.error("model %s: %s cannot be loaded (%s)", name, bundle, error)
+                log.error("model %s: %s cannot be loaded (%s)", name, bundle.path, error)
                 # A version to swap to may be broken. Then the coordinator refuses the swap.
-                if version == decision.version:
+                if bundle is decision.bundle:
                     raise
         # A version that was just loaded answers when it has the operations that there are.
-        if model.newest[decision.version].number >= update.last:
-            model.answering = decision.version
+        if model.newest[decision.bundle.version].number >= update.last:
+            model.answering = decision.bundle.version
+            model.stale = None
         for version in model.newest.keys() - needed.keys() - {model.answering}:
             model.dropped.setdefault(version, time.monotonic())
         # Last: the epoch tells the coordinator that the decision is carried out.
@@ -241,15 +267,15 @@ class Follower(SnapshotSource):
     def _states(self) -> dict[str, ReplicaState]:
         return {name: model.state() for name, model in self._models.items()}
 
-    def _load(self, name: str, bundle: str, version: str) -> Snapshot:
+    def _load(self, name: str, bundle: ServedBundle) -> Snapshot:
         config = self._config
         snapshot = Snapshot.load(
-            bundle, name, config.threads, self._subset, config.encoder, config.rerank
+            bundle.path, name, config.threads, self._subset, config.encoder, config.rerank
         )
-        if snapshot.version != version:
-            message = f"{bundle} has SHA-256 {snapshot.version}, expected {version}"
+        if snapshot.version != bundle.version:
+            message = f"{bundle.path} has SHA-256 {snapshot.version}, expected {bundle.version}"
             raise ProblemError("refused", message)
         if self._subset == ALL_SHARDS:
             # Reads pages of the files before the first request.
             snapshot.probe(snapshot.probes)
-        return snapshot
+        return snapshot.at(bundle.place)

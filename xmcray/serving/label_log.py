@@ -11,6 +11,7 @@ batch of operations is durable as a whole or not at all.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,7 @@ from typing import Self
 from xmcray.errors import StorageError
 from xmcray.serving.log_database import LogDatabase, LogReader, create_database
 from xmcray.serving.log_lines import Line, encode_line, first_line
+from xmcray.serving.log_place import BEGINNING, LogPlace
 from xmcray.serving.log_segments import SegmentStore
 from xmcray.serving.log_upload import Uploader
 from xmcray.serving.schema import Operation
@@ -66,7 +68,7 @@ class LabelLog:
         state_dir: str | Path,
         model: str,
         *,
-        start_after: int = 0,
+        start_after: LogPlace = BEGINNING,
         upload_url: str | None = None,
         upload_every_s: float = 5.0,
     ) -> None:
@@ -77,7 +79,7 @@ class LabelLog:
         Args:
             state_dir: local folder of this log alone; locked until `close`.
             model: name of the model.
-            start_after: number of the last operation in the bundle (`number_in`).
+            start_after: the place that the bundle records (`place_in`); a new log begins there.
             upload_url: folder or fsspec URL of the copy; no copy if None.
             upload_every_s: seconds between uploads.
         Raises:
@@ -87,6 +89,7 @@ class LabelLog:
         self.model = model
         self.uploader: Uploader | None = None
         self._state = Path(state_dir)
+        self._newest: LogPlace | None = None  # behind the last append of this process
         self._writing = threading.Lock()
         with contextlib.ExitStack() as stack, disk_errors(self._state):
             make_folder(self._state)
@@ -96,11 +99,7 @@ class LabelLog:
             self._create_if_missing(start_after, copy)
             self._database = LogDatabase(self._state / DATABASE, model)
             stack.callback(self._database.close)
-            if self.last < start_after:
-                raise StorageError(
-                    f"{self._state} ends with operation {self.last}, the bundle holds {start_after} of model"
-                    f" {model!r}: an old copy, or the log of another one; restore the newest"
-                )
+            self.find(start_after)
             if copy:
                 uploader = Uploader(self._database, copy, upload_every_s)
                 self._database.check_writable()  # the uploader may have found another log's copy
@@ -143,6 +142,7 @@ class LabelLog:
             now = round(time.time(), 3)
             line = encode_line(self.model, self.last + 1, now, operations)
             self._database.append(line)
+            self._newest = self._place_behind(line)
         return line.last
 
     def since(self, number: int, max_bytes: int = READ_BYTES) -> list[Operation]:
@@ -168,11 +168,56 @@ class LabelLog:
             operations += line.after(number)
         return operations
 
+    def place(self, number: int) -> LogPlace:
+        """The place behind the commit that ends with an operation, or before the first one."""
+        # Known without reading: nothing may fail between an append and its use.
+        newest = self._newest
+        if newest is not None and number == newest.number:
+            return newest
+        line = self._database.line_ending_with(number)
+        if line is None:
+            return LogPlace(number, log=self._database.first_line.log)
+        return self._place_behind(line)
+
+    def _place_behind(self, line: Line) -> LogPlace:
+        return LogPlace(line.last, line.digest.decode(), self._database.first_line.log)
+
+    def holds(self, place: LogPlace) -> bool:
+        """Whether this log has just the operations that lead to a place of a replica."""
+        return place == self.place(place.number)
+
+    def find(self, held: LogPlace) -> LogPlace:
+        """The place from which this log goes on for a bundle.
+
+        Args:
+            held: the place that the bundle records (`place_in`).
+        Returns:
+            That place; or the one before all operations, if the bundle holds those of another log,
+            or some that this log does not have because it was restored from an earlier copy.
+        Raises:
+            StorageError: the bundle holds later operations than the log, which may be an old one.
+        """
+        start = self._database.first_line
+        is_base = held.number == start.last and held.commit in ("", start.base)
+        if is_base:
+            return self.place(held.number)
+        if held.log and start.log and held.log != start.log:
+            return self.place(0)
+        if held.number > self.last:
+            raise StorageError(
+                f"{self._state} ends with operation {self.last}, the bundle holds {held.number} of model"
+                f" {self.model!r}: an old copy, or the log of another one; restore the newest"
+            )
+        place = self.place(held.number)
+        if place.commit and held.commit in ("", place.commit):
+            return place
+        return self.place(0)
+
     def copy_lag_s(self) -> float:
         """Seconds by which the copy is behind; 0 for a log without a copy."""
         return self.uploader.lag_s() if self.uploader else 0.0
 
-    def _create_if_missing(self, start_after: int, copy: SegmentStore | None) -> None:
+    def _create_if_missing(self, start_after: LogPlace, copy: SegmentStore | None) -> None:
         """Makes the database from the copy; or an empty one if there is none."""
         path = self._state / DATABASE
         # Left by a process that was killed here.
@@ -187,7 +232,9 @@ class LabelLog:
                 f"{self._state} has the label log of an earlier version; compact it into a bundle with"
                 " that version, or move it away and start from the copy at its upload URL"
             )
-        lines: Iterable[Line] = [first_line(self.model, start_after)]
+        identity = secrets.token_hex(8)
+        start = first_line(self.model, start_after.number, identity, start_after.commit)
+        lines: Iterable[Line] = [start]
         segments = copy.segments() if copy else []
         if copy and segments:
             lines = copy.lines(self.model, segments)

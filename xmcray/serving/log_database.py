@@ -66,6 +66,7 @@ class LogReader:
         path: the file; SQLite's own files have its name and `-wal` or `-shm`.
         begin: number of the operation before the first one that is held.
         last: number of the last operation, `begin` if there is none.
+        first_line: the line that says where the log begins, and which one it is.
     Args:
         path: the file.
         model: name of the model that the log must have.
@@ -135,6 +136,15 @@ class LogReader:
                 lines.append(line)
         return lines
 
+    def line_ending_with(self, number: int) -> Line | None:
+        """The commit that ends with an operation, or the first line; None if no commit ends there."""
+        query = "SELECT CAST(line AS BLOB) FROM commits WHERE last = ?"
+        with self._reading, self._translating_errors():
+            row = self._reader.execute(query, (number,)).fetchone()
+        if row is None:
+            return None
+        return parse_line(row[0], f"{self.path}, operation {number}", self._model)
+
     def _verify(self) -> None:
         (verdict,) = self._reader.execute("PRAGMA integrity_check(1)").fetchone()
         if verdict != "ok":
@@ -143,6 +153,7 @@ class LogReader:
             start = next(lines, None)
             if start is None or start.operations:
                 raise self._damaged("its first line is missing")
+            self.first_line = start
             self.begin = start.last
             self.last = start.last
             for line in lines:

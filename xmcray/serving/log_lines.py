@@ -3,6 +3,8 @@ r"""The lines of a log: one for each commit, in the database and in the segments
 SHA JSON\n    32 hex digits of the JSON's SHA-256, and {"at", "first", "model", "operations"}
 
 The first line of a log has no operations. It says of which model the log is and where it begins.
+That of a label log also has "log", its random identity, and "base": the commit after which it
+begins, if a bundle named one. Label logs of earlier versions have neither.
 """
 
 from __future__ import annotations
@@ -31,12 +33,16 @@ class Line:
         first: number of its first operation.
         at: Unix time of the commit, seconds.
         operations: the operations as JSON objects.
+        log: identity of the log, if this is its first line.
+        base: hash of the commit after which the log begins, if this is its first line.
     """
 
     data: bytes
     first: int
     at: float
     operations: Sequence[dict[str, Any]]
+    log: str = ""
+    base: str = ""
 
     @property
     def last(self) -> int:
@@ -54,7 +60,14 @@ class Line:
         return [Operation.model_validate(values) for values in self.operations[num_before:]]
 
 
-def encode_line(model: str, first: int, at: float, operations: Sequence[BaseModel]) -> Line:
+def encode_line(
+    model: str,
+    first: int,
+    at: float,
+    operations: Sequence[BaseModel],
+    log: str = "",
+    base: str = "",
+) -> Line:
     """The line of a commit.
 
     Args:
@@ -62,23 +75,30 @@ def encode_line(model: str, first: int, at: float, operations: Sequence[BaseMode
         first: number of the first operation.
         at: Unix time of the commit, seconds.
         operations: label operations or events; none in the first line of a log.
+        log: see `Line`.
+        base: see `Line`.
     """
     values = [operation.model_dump(exclude_none=True) for operation in operations]
-    body = {"at": at, "first": first, "model": model, "operations": values}
+    body: dict[str, Any] = {"at": at, "first": first, "model": model, "operations": values}
+    if log:
+        body["log"] = log
+    if base:
+        body["base"] = base
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     # JSON escapes newlines in strings: a line has exactly one, at its end.
-    return Line(_digest(text) + b" " + text + b"\n", first, at, values)
+    return Line(_digest(text) + b" " + text + b"\n", first, at, values, log, base)
 
 
-def first_line(model: str, begin: int) -> Line:
+def first_line(model: str, begin: int, log: str = "", base: str = "") -> Line:
     """The first line of a log.
 
     Args:
         model: name of the model.
         begin: number of the operation after which the log begins.
+        log: see `Line`.
+        base: see `Line`.
     """
-    # Without a time: all first lines of the same log are the same bytes.
-    return encode_line(model, begin + 1, 0.0, [])
+    return encode_line(model, begin + 1, 0.0, [], log, base)
 
 
 def parse_line(data: bytes, source: str, model: str) -> Line:
@@ -100,7 +120,14 @@ def parse_line(data: bytes, source: str, model: str) -> Line:
             f"{source} is of the label log of model {body['model']!r}, expected {model!r};"
             " give each model its own folder"
         )
-    return Line(data, body["first"], body["at"], body["operations"])
+    return Line(
+        data,
+        body["first"],
+        body["at"],
+        body["operations"],
+        body.get("log", ""),
+        body.get("base", ""),
+    )
 
 
 def split_lines(data: bytes, source: str, model: str) -> Iterator[Line]:

@@ -124,6 +124,11 @@ class SegmentStore:
                 # The same lines may be there twice.
                 if line.digest in yielded:
                     continue
+                if yielded and not line.operations:
+                    raise StorageError(
+                        f"{where} is the beginning of another log: two writers used this URL; keep"
+                        " the segments of one"
+                    )
                 if line.first != last + 1:
                     raise StorageError(
                         f"{where}: found operation {line.first}, expected {last + 1}: a segment is"

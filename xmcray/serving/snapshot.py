@@ -12,7 +12,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ALL_SHARDS, NO_SHARDS, ShardSubset
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.serving import schema
+from xmcray.serving.log_place import LogPlace, place_in
 from xmcray.storage.artifact import open_artifact
 from xmcray.types import BoolArray, Float32Array
 
@@ -42,12 +42,12 @@ class SnapshotReference:
     Attributes:
         model: name of the model.
         version: SHA-256 of the bundle.
-        number: number of the last operation.
+        place: place in the label log.
     """
 
     model: str
     version: str
-    number: int
+    place: LogPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Snapshot:
         attributes: values by which labels are filtered.
         label_sides: compute vectors of new labels, one per member of the bundle.
         folder: the bundle's local folder.
-        number: number of the last operation that is applied.
+        place: place in the label log behind the operations that are applied.
         changed_ids: ids of the labels that were changed since the export, by uid; None if deleted.
         exported_ids: ids of the exported labels by uid; read when needed.
     """
@@ -87,7 +87,7 @@ class Snapshot:
     attributes: LabelAttributes
     label_sides: Sequence[LabelSide]
     folder: Path
-    number: int
+    place: LogPlace
     changed_ids: Mapping[str, int | None] = field(default_factory=dict)
     exported_ids: Mapping[str, int] | None = None
     _views: dict[str, Retriever] = field(default_factory=dict, init=False)
@@ -122,10 +122,10 @@ class Snapshot:
             # shards, and a deployment of its own reads.
             retriever = retriever.reranked_by(rerank, reads=subset == ALL_SHARDS)
         folder, manifest = open_artifact(bundle, KIND, contents=False)
-        number = number_in(manifest.about, model)
+        place = place_in(manifest.about, model)
         attributes = read_attributes(folder, retriever.settings)
         label_sides = load_label_sides(folder, retriever.settings)
-        return cls(model, retriever, attributes, label_sides, folder, number)
+        return cls(model, retriever, attributes, label_sides, folder, place)
 
     @property
     def version(self) -> str:
@@ -135,13 +135,28 @@ class Snapshot:
     @property
     def reference(self) -> SnapshotReference:
         """Names this snapshot in other processes."""
-        return SnapshotReference(self.model, self.version, self.number)
+        return SnapshotReference(self.model, self.version, self.place)
+
+    @property
+    def number(self) -> int:
+        """Number of the last operation that is applied."""
+        return self.place.number
+
+    def at(self, place: LogPlace) -> Snapshot:
+        """The same snapshot, whose place in the label log is known better.
+
+        Args:
+            place: `LabelLog.find`, or `LabelLog.place` of the last operation.
+        """
+        return replace(self, place=place)
 
     def after(self, operations: Sequence[schema.Operation]) -> Snapshot:
         """The snapshot with further operations applied.
 
         Args:
             operations: the operations after `number`, in order; checked before.
+        Returns:
+            The snapshot. Of its place only the number is known (`at`).
         """
         if not operations:
             return self
@@ -160,7 +175,7 @@ class Snapshot:
             self,
             retriever=retriever,
             attributes=self.attributes.with_rows(num_labels, changes.attributes),
-            number=self.number + len(operations),
+            place=LogPlace(self.number + len(operations)),
             changed_ids=changes.ids,
         )
 
@@ -279,19 +294,6 @@ class Snapshot:
 
 def _uids(answers: Sequence[FoundLabel]) -> set[str]:
     return {answer.uid for answer in answers}
-
-
-def number_in(about: Mapping[str, Any], model: str) -> int:
-    """Number of the last operation in a bundle.
-
-    Args:
-        about: `about` of the bundle's manifest.
-        model: name of the model whose log is meant.
-    Returns:
-        The number; 0 if the bundle holds no operation of this model's log.
-    """
-    held = about.get("label_log") or {}
-    return int(held["number"]) if held.get("model") == model else 0
 
 
 class _LabelChanges:

@@ -14,6 +14,7 @@ from pathlib import Path
 from xmcray.errors import readable
 from xmcray.serving.event_log import EventLog
 from xmcray.serving.label_log import LabelLog
+from xmcray.serving.log_place import LogPlace
 from xmcray.serving.settings import ServeConfig
 from xmcray.storage.whole_files import fsync, read_json, write_json
 
@@ -88,7 +89,7 @@ class StateFolder:
             max_bytes=config.events_bytes,
         )
 
-    def open_log(self, start_after: int) -> LabelLog:
+    def open_log(self, start_after: LogPlace) -> LabelLog:
         """Opens the log; see `LabelLog`."""
         upload_url = f"{self._upload.rstrip('/')}/{self._name}" if self._upload else None
         return LabelLog(

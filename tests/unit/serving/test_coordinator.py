@@ -115,7 +115,7 @@ async def test_a_swap_that_cannot_be_remembered_changes_nothing(
         assert found.decision.loading is None
         assert (
             found.snapshot.version
-            == found.decision.version
+            == found.decision.bundle.version
             == one.models.current(None).version
             == before
         )

@@ -32,6 +32,7 @@ from operations import (
 from xmcray.errors import StorageError
 from xmcray.serving import log_database
 from xmcray.serving.label_log import LabelLog
+from xmcray.serving.log_place import LogPlace
 from xmcray.serving.schema import Operation
 
 DATABASE = "label_log.sqlite"
@@ -172,8 +173,8 @@ def test_who_may_open_it(tmp_path: Path) -> None:
     with pytest.raises(
         StorageError, match="ends with operation 1, the bundle holds 5 of model 'm'"
     ):
-        LabelLog(tmp_path, "m", start_after=5)
-    with LabelLog(tmp_path, "m", start_after=1) as log:
+        LabelLog(tmp_path, "m", start_after=LogPlace(5))
+    with LabelLog(tmp_path, "m", start_after=LogPlace(1)) as log:
         assert log.append([add("b")]) == 2
 
 
@@ -360,7 +361,7 @@ def test_it_is_read_before_a_commit_is_on_the_disk(
 
 
 def test_operations_before_the_log_began_are_not_there(tmp_path: Path) -> None:
-    with LabelLog(tmp_path, "m", start_after=6) as log:
+    with LabelLog(tmp_path, "m", start_after=LogPlace(6)) as log:
         log.append([add("z")])
         assert log.since(6) == [add("z")]
         with pytest.raises(

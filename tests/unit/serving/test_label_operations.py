@@ -8,9 +8,9 @@ import pytest
 from operations import add, delete, update
 
 from xmcray.errors import DataError
+from xmcray.serving.log_place import BEGINNING, LogPlace, place_in, record_of
 from xmcray.serving.operations import check_operations
 from xmcray.serving.schema import Operation
-from xmcray.serving.snapshot import number_in
 
 
 class OneLabel:
@@ -31,8 +31,12 @@ ONE_LABEL: Any = OneLabel()
 
 
 def test_a_bundle_says_what_it_holds() -> None:
-    assert number_in({"label_log": {"model": "m", "number": 7}}, "m") == 7
-    assert number_in({"label_log": {"model": "m", "number": 7}}, "n") == number_in({}, "m") == 0
+    # The record of an earlier version.
+    about = {"label_log": {"model": "m", "number": 7}}
+    assert place_in(about, "m") == LogPlace(7)
+    assert place_in(about, "n") == place_in({}, "m") == BEGINNING
+    for place in (LogPlace(7), LogPlace(7, "ab", "cd")):
+        assert place_in({"label_log": record_of("m", place)}, "m") == place
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from processes import wait_until
 
 from xmcray.errors import StorageError
 from xmcray.serving.label_log import LabelLog
+from xmcray.serving.log_place import LogPlace
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -155,7 +156,7 @@ def test_local_state_wins_but_not_over_a_newer_copy(url: str, tmp_path: Path) ->
 
 
 def test_a_log_that_begins_late_has_a_copy_too(url: str, tmp_path: Path) -> None:
-    with LabelLog(tmp_path / "one", "m", upload_url=url, start_after=6) as log:
+    with LabelLog(tmp_path / "one", "m", upload_url=url, start_after=LogPlace(6)) as log:
         assert log.append([add("z")]) == 7
     with LabelLog(tmp_path / "two", "m", upload_url=url) as log:
         assert log.since(6) == [add("z")]
