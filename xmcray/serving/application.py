@@ -110,7 +110,7 @@ class CoordinatorDeployment(SnapshotCoordinator):
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]
         _log_with_serve()
-        super().__init__(config)
+        super().__init__(config, has_replicas=True)
         await self.start()
 
     def __del__(self) -> None:

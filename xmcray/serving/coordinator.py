@@ -29,7 +29,7 @@ from xmcray.serving.label_log import LabelLog
 from xmcray.serving.metrics import coordinator_metrics
 from xmcray.serving.operations import check_operations
 from xmcray.serving.problems import ProblemError
-from xmcray.serving.replicas import ALIVE_S, Replicas
+from xmcray.serving.replicas import Replicas
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
 from xmcray.serving.source import SnapshotSource
@@ -55,10 +55,17 @@ class _ServedModel:
 
 
 class SnapshotCoordinator(SnapshotSource):
-    """Holds the decision, the snapshot and the log of every model. `start` before use."""
+    """Holds the decision, the snapshot and the log of every model. `start` before use.
 
-    def __init__(self, config: ServeConfig) -> None:
+    Args:
+        config: settings.
+        has_replicas: whether replicas follow, so that a swap waits for those of a coordinator that
+            died.
+    """
+
+    def __init__(self, config: ServeConfig, *, has_replicas: bool = False) -> None:
         self._config = config
+        self._has_replicas = has_replicas
         self._roots = BundleRoots(config)
         self._models: dict[str, _ServedModel] = {}
         self._replicas = Replicas()
@@ -77,6 +84,8 @@ class SnapshotCoordinator(SnapshotSource):
             model = await self._in_loader(self._open, name)
             self._models[name] = model
             await self._in_loader(model.snapshot.probe, model.snapshot.probes)
+        if self._has_replicas:
+            self._replicas.expect_reports()
 
     async def follow(
         self,
@@ -150,11 +159,15 @@ class SnapshotCoordinator(SnapshotSource):
                 if model.decision.loading:
                     # The swap failed: replicas drop what they loaded.
                     await self._decide(model, Decision(old.bundle))
-            # Requests go on with the old bundle until their replica has switched.
+            # Requests go on with the old bundle until their replica has switched. One that is busy
+            # with another model may take as long as a load. One that starts answers nothing yet.
             version = model.decision.bundle.version
-            await self._replicas.wait_for(
-                lambda states: states[model.name].answering == version, ALIVE_S
+            num_missing = await self._replicas.wait_for(
+                lambda states: states[model.name].answering in ("", version),
+                self._config.swap_s,
             )
+            if num_missing:
+                log.warning("model %s: %d replica(s) did not switch", model.name, num_missing)
         seconds = round(time.monotonic() - begin, 3)
         log.info(
             "model %s: %.12s replaced %.12s in %.1f s",

@@ -20,6 +20,11 @@ class Replicas:
         # When the replica was last heard of, and its state of each model.
         self._reports: dict[str, tuple[float, Mapping[str, ReplicaState]]] = {}
         self._changed = asyncio.Condition()
+        self._all_heard_at = 0.0  # from then on, a replica without a report is gone
+
+    def expect_reports(self) -> None:
+        """From now on replicas can report. Those of an earlier coordinator live, and have not yet."""
+        self._all_heard_at = time.monotonic() + ALIVE_S
 
     async def report(
         self,
@@ -57,13 +62,15 @@ class Replicas:
         """Waits until a condition holds for all replicas that are alive.
 
         Returns:
-            For how many it does not hold after `wait_s`.
+            For how many it does not hold after `wait_s`, or when all were heard if that is later.
         """
-        deadline = time.monotonic() + wait_s
+        deadline = max(time.monotonic() + wait_s, self._all_heard_at)
         async with self._changed:
             while True:
                 num_missing = sum(not is_done(states) for states in self.alive())
-                if not num_missing or time.monotonic() >= deadline:
+                now = time.monotonic()
+                is_done_by_all = not num_missing and now >= self._all_heard_at
+                if is_done_by_all or now >= deadline:
                     return num_missing
                 # Replicas also leave in silence.
                 with contextlib.suppress(TimeoutError):

@@ -18,7 +18,9 @@ from xmcray.errors import ConfigError, StorageError
 from xmcray.retrieval.labels import NewLabel, add_labels, remove_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.serving import follower, replicas
-from xmcray.serving.schema import Operation
+from xmcray.serving.coordinator import SnapshotCoordinator
+from xmcray.serving.schema import Operation, SwapRequest
+from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
 
 
@@ -97,6 +99,37 @@ async def test_a_swap_waits_for_a_replica_that_loads_longer_than_the_dead_are_si
         answer = await swap
         assert answer.status_code == 200, answer.text
         assert one.models.current(None).version == answer.json()["version"]
+
+
+async def test_a_swap_after_a_restart_waits_for_replicas_that_have_not_reported_yet(
+    bundle: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "ALIVE_S", 1.5)
+    monkeypatch.setattr(replicas, "CHECK_S", 0.1)
+    paths = {"default": str(bundle)}
+    config = ServeConfig(bundles=paths, state_dir=str(tmp_path), bundle_roots=(str(other.parent),))
+    request = SwapRequest(bundle=str(other), recall_floor=0, version=None)
+    before = SnapshotCoordinator(config, has_replicas=True)
+    await before.start()
+    replica = follower.Follower(config, before.follow)
+    await replica.start()
+    before.close()
+    after = SnapshotCoordinator(config, has_replicas=True)
+    await after.start()
+    replica._follow = after.follow
+    try:
+        swap = asyncio.create_task(after.swap("default", request))
+        done, _ = await asyncio.wait([swap], timeout=0.7)
+        assert not done, "a replica that is still answering has not reported"
+        task = asyncio.create_task(replica.run())
+        response = await swap
+        assert replica.current(None).version == response.version
+        # Of replicas that died with the coordinator nothing is heard.
+        task.cancel()
+        await asyncio.sleep(1.5)
+        await after.swap("default", request)
+    finally:
+        after.close()
 
 
 async def test_a_swap_that_cannot_be_remembered_changes_nothing(
