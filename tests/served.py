@@ -26,6 +26,25 @@ TOKEN = "token" * 4
 ADMIN = "admin" * 4
 
 
+class Call:
+    """gRPC's context of a call.
+
+    Attributes:
+        problem: why the call failed; "" if it did not.
+    """
+
+    problem = ""
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return [("authorization", f"Bearer {TOKEN}")]
+
+    def set_code(self, code: object) -> None:
+        pass
+
+    def set_details(self, details: str) -> None:
+        self.problem = details
+
+
 class Served(LocalGateway):
     """A gateway whose tokens are known, and clients with and without rights.
 

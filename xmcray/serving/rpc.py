@@ -79,6 +79,12 @@ async def _search(
         message = f"the request has {num_bytes:,} bytes; send less at once"
         raise ProblemError("too-large", message)
     values = MessageToDict(request, preserving_proto_field_name=True)
+    label_filter = values.get("filter", {})
+    if label_filter.pop("allow_none", False):
+        if label_filter.get("allow"):
+            raise ProblemError("invalid", "filter has allow and allow_none, expected one of them")
+        # A message cannot hold an empty list.
+        label_filter["allow"] = []
     search_request = schema.SearchRequest.model_validate(values)
     request_id = request_checks.request_id(metadata.get("x-request-id"))
     return await gateway.service.search(search_request, request_id)

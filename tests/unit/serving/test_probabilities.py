@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from bundles import write_memory
-from served import TOKEN, Served, served
+from served import Call, Served, served
 
 from xmcray.data.corpus import Corpus
 from xmcray.retrieval.calibration import FEWEST, Drift
@@ -27,13 +27,6 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     plain = write_memory(folder)
     calibrate(str(plain), Corpus.open(folder / "corpus"), folder / "calibrated")
     return {"calibrated": folder / "calibrated", "plain": plain}
-
-
-class Call:
-    """gRPC's context of a call."""
-
-    def invocation_metadata(self) -> list[tuple[str, str]]:
-        return [("authorization", f"Bearer {TOKEN}")]
 
 
 def test_probabilities_are_those_of_the_retriever(bundles: dict[str, Path], tmp_path: Path) -> None:

@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 from bundles import DIM, TEXTS, write_bundle_of, write_fused, write_memory, write_transformer
 from pydantic import ValidationError
-from served import ADMIN, TOKEN, Served, served
+from served import ADMIN, TOKEN, Call, Served, served
 
 from xmcray.retrieval.labels import remove_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
-from xmcray.serving import request_checks, security, service
+from xmcray.serving import request_checks, rpc, search_pb2, security, service
 from xmcray.serving.micro_batcher import MicroBatcher
 from xmcray.serving.schema import SearchRequest
 from xmcray.serving.search_batch import PendingSearch, find_hits
@@ -375,6 +375,23 @@ async def test_allow_and_deny(bundles: dict[str, Path], tmp_path: Path) -> None:
         assert [
             r["answers"] for r in (await one.search(["a"], filter={"allow": []}))["results"]
         ] == [[]]
+
+
+async def test_a_call_of_grpc_can_allow_no_label(bundles: dict[str, Path], tmp_path: Path) -> None:
+    """A message cannot tell an empty list from none."""
+    async with served(tmp_path, {"a": bundles["texts"]}) as one:
+
+        async def num_answers(call: Call, **label_filter: Any) -> int:
+            request = search_pb2.SearchRequest(texts=["a"], k=3, filter=label_filter)
+            reply = await rpc.search(one, request, call)
+            return sum(len(result.answers) for result in reply.results)
+
+        assert await num_answers(Call(), allow=[]) == 3
+        assert await num_answers(Call(), allow_none=True) == 0
+        assert await num_answers(Call(), allow=["u1"]) == 1
+        call = Call()
+        assert await num_answers(call, allow=["u1"], allow_none=True) == 0
+        assert call.problem == "filter has allow and allow_none, expected one of them"
 
 
 async def test_labels_change_while_they_are_served(
