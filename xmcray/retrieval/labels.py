@@ -308,7 +308,13 @@ def _rows_for(
 
 
 def write_changes(before: Retriever, after: Retriever, target: Path) -> set[str]:
-    """Writes the files of a bundle in which a view of it differs; returns their names."""
+    """Writes the files of a bundle in which a view of it differs; returns their names.
+
+    Args:
+        before: the bundle; it may have been loaded again since the view was made.
+        after: the view.
+        target: folder of the new bundle.
+    """
     labels = after.labels
     written: set[str] = set()
     if after.settings != before.settings:
@@ -338,7 +344,7 @@ def _write_rows(before: Retriever, after: Retriever, folder: Path) -> set[str]:
         written |= {"label_order.npy", "settings.json"}
     rows = after.labels.rows
     (folder / "vectors").mkdir(exist_ok=True)
-    for number in rows.new_shards(before.labels.rows):
+    for number in sorted(rows.changed):
         start = after.settings.shards[number].start
         save_vectors(folder, number, rows.vectors(number), start)
         written.add(vectors_name(number))

@@ -121,10 +121,12 @@ class ShardedIndex:
     Attributes:
         shards: the rows of each shard, without gaps.
         indexes: one per shard.
+        changed: numbers of the shards whose vectors are not those of the bundle's files.
     """
 
     shards: tuple[VectorShard, ...]
     indexes: tuple[Index, ...]
+    changed: frozenset[int] = frozenset()
 
     @classmethod
     def load(
@@ -239,13 +241,7 @@ class ShardedIndex:
                 indexes.append(Index(rows, None, threads=first.threads))
             else:
                 indexes.append(self.indexes[number])
-        return ShardedIndex(tuple(shards), tuple(indexes))
-
-    def new_shards(self, before: ShardedIndex) -> list[int]:
-        """Numbers of the shards that an earlier view lacks, or has with other vectors."""
-        # Views share index objects, so an index is another one exactly if its vectors are.
-        shared = {id(index) for index in before.indexes}
-        return [number for number, index in enumerate(self.indexes) if id(index) not in shared]
+        return ShardedIndex(tuple(shards), tuple(indexes), self.changed | vectors.keys())
 
     def move_to(self, device: torch.device) -> None:
         """Moves the vectors to the device on which exhaustive searches run."""

@@ -45,4 +45,6 @@ def write_compacted(snapshot: Snapshot, out: str, threads: int) -> str:
         written = write_changes(exported, snapshot.retriever, target)
         written |= snapshot.attributes.save(target)
         entries |= link_files(snapshot.folder, manifest, target, written)
+        if read_manifest(snapshot.folder, KIND).sha256 != manifest.sha256:
+            raise StorageError(f"{snapshot.folder} has changed while it was read; compact again")
     return open_artifact(out, KIND, contents=False)[1].sha256

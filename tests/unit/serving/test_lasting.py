@@ -78,6 +78,35 @@ async def test_recall_after_a_restart_and_a_compaction(bundle: Path, tmp_path: P
         assert await recall(one) >= before - 0.001
 
 
+async def test_a_compaction_links_the_shards_that_did_not_change(
+    bundle: Path, tmp_path: Path
+) -> None:
+    """Whether other labels joined before the bundle was loaded, or while it is served."""
+    source = bundle
+    draw = random.Random(0)
+    for number in range(3):
+        out = tmp_path / f"compacted{number}"
+        async with served(tmp_path / "home", {"a": source}, bundle_roots=(str(tmp_path),)) as one:
+            last = (await one.change(*changes(number, draw))).json()["label_log"]
+            await one.reached(last)
+            before = await answers(one)
+            answer = await one.ask("/admin/v1/compact", {"out": str(out)}, ADMIN)
+            assert answer.status_code == 200, answer.text
+            swap = {"bundle": str(out), "recall_floor": 0}
+            assert (await one.ask("/admin/v1/swap", swap, ADMIN)).status_code == 200
+            assert await answers(one) == before
+        names = [path.name for path in sorted((out / "vectors").iterdir())]
+        is_linked = [
+            (source / "vectors" / name).exists()
+            and (source / "vectors" / name).samefile(out / "vectors" / name)
+            for name in names
+        ]
+        # Labels that join have a shard of their own, the last one.
+        assert len(names) > 2
+        assert is_linked == [True] * (len(names) - 1) + [False]
+        source = out
+
+
 def test_files_threads_and_memory_stay_flat(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
