@@ -194,7 +194,11 @@ class LimitedProtocol(HttpToolsProtocol):
             else:
                 self.refuse(431)
         elif self._num_bytes > self._room.max_request:
-            self.abort()
+            if cycle is not None and cycle.response_complete:
+                # The client has not read yet that it need not send this.
+                self._end()
+            else:
+                self.abort()
         elif is_waiting and is_first and cycle is not None:
             # The first byte ended uvicorn's own limit of idle time.
             self._end_after(HEAD_S)
@@ -229,8 +233,18 @@ class LimitedProtocol(HttpToolsProtocol):
             cycle.more_body = False
             self._set_timer(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
+    def end_after_answer(self, cycle: RequestResponseCycle) -> None:
+        """Ends the connection, because the client or the application wants no further request."""
+        if cycle.more_body:
+            # The client is still sending, and a closed connection would be reset.
+            self._end()
+        else:
+            self.transport.close()
+
     def on_response_complete(self) -> None:
         """Lets the connection rest, or ends it if the rest of a request is not wanted."""
+        if self._is_leaving:
+            return
         self._num_bytes = 0
         self._may_have_acted = False
         now = self.loop.time()
@@ -347,6 +361,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Starts the application, or answers without it what would be refused."""
+        cycle.transport = _AnswerTransport(self, cycle)
         # The application waits until a client has read earlier answers.
         is_asked = cycle.scope["method"] == "POST" and not self.flow.write_paused
         response = self._room.refusal(cycle.scope) if is_asked else None
@@ -369,14 +384,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.write(b"".join(content))
         cycle.response_started = True
         cycle.response_complete = True
-        if cycle.keep_alive:
-            self.on_response_complete()
-        elif cycle.more_body:
-            # Its client is still sending.
-            self._end()
-        else:
-            self.transport.close()
-            self.on_response_complete()
+        if not cycle.keep_alive:
+            self.end_after_answer(cycle)
+        self.on_response_complete()
 
     def _end_after(self, seconds: float) -> None:
         self._set_timer(seconds, self._end)
@@ -388,6 +398,8 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._is_leaving = True
         self._set_timer(LINGER_S, self.abort)
+        # It may have been paused for a body that is not wanted any more.
+        self.flow.resume_reading()
         # The client reads the end, and closes. Closing here would reset a connection whose client
         # is still sending, and what it did not read yet would be lost.
         self.transport.write_eof()
@@ -401,6 +413,29 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class _AnswerTransport(asyncio.Transport):
+    """What uvicorn uses of a transport while it answers a request.
+
+    Args:
+        protocol: the connection.
+        cycle: the request.
+    """
+
+    def __init__(self, protocol: LimitedProtocol, cycle: RequestResponseCycle) -> None:
+        super().__init__()
+        self._protocol = protocol
+        self._cycle = cycle
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._protocol.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._protocol.transport.is_closing()
+
+    def close(self) -> None:
+        self._protocol.end_after_answer(self._cycle)
 
 
 def check_open_files(max_connections: int) -> None:

@@ -211,6 +211,30 @@ async def test_without_a_token_no_body_is_waited_for(tmp_path: Path) -> None:
             assert await status_of(other) == 200
 
 
+@pytest.mark.parametrize("head", [b"Connection: close\r\n", b""])
+async def test_a_client_that_is_still_sending_reads_why_it_is_refused(
+    head: bytes, tmp_path: Path
+) -> None:
+    """A closed connection would be reset by what it still sends, and lose the answer."""
+    async with server_with(tmp_path) as server:
+        for token, expected in ((b"", 401), (TOKEN.encode(), 413)):
+            reader, writer = await server.connect(
+                b"POST /v1/search HTTP/1.1\r\nHost: x\r\nContent-Length: 8000000\r\n"
+                + head
+                + b"Authorization: Bearer "
+                + token
+                + b"\r\n\r\n"
+            )
+            # Until it has sent everything, the client reads nothing.
+            for _ in range(80):
+                writer.write(b"a" * 100_000)
+                await writer.drain()
+            assert await status_of(reader) == expected
+            await reader.readuntil(b"}")
+            if head:
+                assert await reader.read() == b"", "the end, and no reset"
+
+
 async def test_no_idle_connection_means_a_refusal(tmp_path: Path) -> None:
     async with server_with(tmp_path, max_connections=2) as server:
         head = f"POST /v1/search HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
