@@ -73,6 +73,8 @@ class SnapshotCoordinator(SnapshotSource):
         # Loads and compactions take turns in one thread. A thread keeps much of the memory that it
         # once needed, and those of the loop's pool would all come to do this work.
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="xmcray-loader")
+        # Label operations do not wait for loads, and have one thread for the same reason.
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="xmcray-labels")
 
     async def start(self) -> None:
         """Loads the bundles and replays their logs.
@@ -127,9 +129,9 @@ class SnapshotCoordinator(SnapshotSource):
     async def _operate(self, model: _ServedModel, operations: Sequence[schema.Operation]) -> int:
         async with model.operating:
             with _refusing():
-                snapshot = await asyncio.to_thread(_changed, model.snapshot, operations)
+                snapshot = await self._in_worker(_changed, model.snapshot, operations)
             with _refusing("the operations were not acknowledged: "):
-                number = await asyncio.to_thread(model.log.append, operations)
+                number = await self._in_worker(model.log.append, operations)
             # After the append: an operation is never answered before it is durable.
             model.snapshot = snapshot.at(model.log.place(number))
         await self._replicas.notify()
@@ -188,7 +190,7 @@ class SnapshotCoordinator(SnapshotSource):
         """Lets all replicas load a bundle and then answer from it; returns its recall."""
         bundle = request.bundle
         snapshot = await self._in_loader(self._load, model.name, bundle)
-        place = await asyncio.to_thread(model.log.find, snapshot.place)
+        place = await self._in_worker(model.log.find, snapshot.place)
         snapshot = snapshot.at(place)
         snapshot = await self._in_loader(_caught_up, snapshot, model.log)
         version = snapshot.version
@@ -218,9 +220,9 @@ class SnapshotCoordinator(SnapshotSource):
         async with model.operating:
             # Operations may have come since the bundle was loaded. They are few, and others wait, so
             # that this takes no turn.
-            snapshot = await asyncio.to_thread(_caught_up, snapshot, model.log)
+            snapshot = await self._in_worker(_caught_up, snapshot, model.log)
             # First to the disk: after a crash the bundle that answered last is served.
-            await asyncio.to_thread(model.folder.remember, bundle, version)
+            await self._in_worker(model.folder.remember, bundle, version)
             model.snapshot = snapshot
             await self._decide(model, Decision(new))
         return recall
@@ -298,6 +300,7 @@ class SnapshotCoordinator(SnapshotSource):
     def close(self) -> None:
         """Lets others use the state folder."""
         self._loader.shutdown(wait=False)
+        self._worker.shutdown(wait=False)
         for model in self._models.values():
             model.log.close()
             if model.events is not None:
@@ -328,6 +331,10 @@ class SnapshotCoordinator(SnapshotSource):
     async def _in_loader(self, function: Callable[..., T], *arguments: Any) -> T:
         """Calls a function in the thread of loads and compactions."""
         return await asyncio.get_running_loop().run_in_executor(self._loader, function, *arguments)
+
+    async def _in_worker(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Calls a function in the thread of label operations."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
     async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
         """Finishes what was begun, although a client that leaves cancels its request.

@@ -244,6 +244,31 @@ async def test_a_replica_whose_snapshot_refuses_an_operation_loads_the_bundle_ag
         assert one.models.current(None).label_id("n1") is not None
 
 
+async def test_label_operations_take_turns_in_one_thread(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread that makes snapshots keeps some memory."""
+    after = Snapshot.after
+    threads = set[str]()
+
+    def noted(self: Snapshot, operations: Sequence[Operation]) -> Snapshot:
+        threads.add(threading.current_thread().name)
+        return after(self, operations)
+
+    paths = {"a": str(bundle), "b": str(bundle)}
+    coordinator = SnapshotCoordinator(ServeConfig(bundles=paths, state_dir=str(tmp_path)))
+    await coordinator.start()
+    monkeypatch.setattr(Snapshot, "after", noted)
+    changes = [
+        coordinator.operate(name, [add(f"n{number}", "sort join")])
+        for number in range(8)
+        for name in paths
+    ]
+    await asyncio.gather(*changes)
+    coordinator.close()
+    assert threads == {"xmcray-labels_0"}
+
+
 @pytest.mark.parametrize("broken", ["a", "b"])
 async def test_a_model_that_cannot_be_loaded_holds_up_no_other(
     broken: str, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
