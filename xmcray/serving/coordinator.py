@@ -205,11 +205,14 @@ class SnapshotCoordinator(SnapshotSource):
             floor,
         )
         new = ServedBundle(bundle, version, place)
-        await self._decide(model, Decision(model.decision.bundle, loading=new))
+        decision = Decision(model.decision.bundle, loading=new)
+        await self._decide(model, decision)
 
         def has_loaded(states: Mapping[str, ReplicaState]) -> bool:
             state = states[model.name]
-            return version in state.places and state.places[version].number >= number
+            # A version that was dropped before may still be there, and go at any moment.
+            is_kept = state.epoch == decision.epoch and version in state.places
+            return is_kept and state.places[version].number >= number
 
         num_missing = await self._replicas.wait_for(has_loaded, self._config.swap_s)
         if num_missing:

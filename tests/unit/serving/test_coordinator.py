@@ -19,6 +19,7 @@ from xmcray.retrieval.labels import NewLabel, add_labels, remove_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.serving import follower, replicas
 from xmcray.serving.coordinator import SnapshotCoordinator
+from xmcray.serving.problems import ProblemError
 from xmcray.serving.schema import Operation, SwapRequest
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
@@ -242,6 +243,28 @@ async def test_a_replica_whose_snapshot_refuses_an_operation_loads_the_bundle_ag
             assert answer.status_code == 200, answer.text
         await one.reached(2)
         assert one.models.current(None).label_id("n1") is not None
+
+
+async def test_a_version_that_a_replica_may_drop_does_not_count_as_loaded(
+    bundle: Path, other: Path, tmp_path: Path
+) -> None:
+    paths = {"default": str(bundle)}
+    roots = (str(other.parent),)
+    config = ServeConfig(bundles=paths, state_dir=str(tmp_path), bundle_roots=roots, swap_s=0.3)
+    coordinator = SnapshotCoordinator(config)
+    await coordinator.start()
+    replica = follower.Follower(config, coordinator.follow)
+    await replica.start()
+    request = SwapRequest(bundle=str(other), recall_floor=0)
+    steps = asyncio.create_task(replica.run())
+    try:
+        await coordinator.swap("default", request)
+        # The replica still has the first version, and answers nobody from now on.
+        steps.cancel()
+        with pytest.raises(ProblemError, match=r"1 replica\(s\) did not load"):
+            await coordinator.swap("default", SwapRequest(bundle=str(bundle), recall_floor=0))
+    finally:
+        coordinator.close()
 
 
 async def test_label_operations_take_turns_in_one_thread(
