@@ -78,6 +78,8 @@ class _FollowedModel:
 
     def _keep(self, old: Snapshot) -> None:
         """Keeps a snapshot for the requests that began with it."""
+        # Few requests still come to it.
+        old.drop_views()
         self.older[old.version, old.place] = (time.monotonic(), old)
         while len(self.older) > MAX_OLD_SNAPSHOTS:
             # Dictionaries keep the order of insertion: the first one is the oldest.

@@ -239,13 +239,19 @@ class Snapshot:
         if label_filter is None or label_filter == schema.Filter():
             return self.retriever
         key = label_filter.model_dump_json()
-        if key not in self._views:
-            while len(self._views) >= MAX_VIEWS:
-                oldest = next(iter(self._views))
-                self._views.pop(oldest, None)
+        # Another thread may drop the views.
+        views = self._views
+        if key not in views:
+            while len(views) >= MAX_VIEWS:
+                oldest = next(iter(views))
+                views.pop(oldest, None)
             # A view costs a pass over all labels, and requests often repeat their filter.
-            self._views[key] = self.retriever.restricted(self._mask(label_filter))
-        return self._views[key]
+            views[key] = self.retriever.restricted(self._mask(label_filter))
+        return views[key]
+
+    def drop_views(self) -> None:
+        """Drops what was kept for filters: each view can hold as much as a sixteenth of all vectors."""
+        self._views = {}
 
     def memory_config(self, changes: schema.MemorySettings | None) -> MemoryConfig | None:
         """Settings of the memory for a request that changes some; None for those of the bundle."""

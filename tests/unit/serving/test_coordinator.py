@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.serving import follower, replicas
 from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.problems import ProblemError
-from xmcray.serving.schema import Operation, SwapRequest
+from xmcray.serving.schema import Filter, Operation, SwapRequest
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
 
@@ -265,6 +267,21 @@ async def test_a_version_that_a_replica_may_drop_does_not_count_as_loaded(
             await coordinator.swap("default", SwapRequest(bundle=str(bundle), recall_floor=0))
     finally:
         coordinator.close()
+
+
+async def test_a_replica_keeps_no_filtered_view_of_a_snapshot_that_was_replaced(
+    bundle: Path, tmp_path: Path
+) -> None:
+    """Requests may come to 64 such snapshots, and each could have 16 views."""
+    async with served(tmp_path, {"default": bundle}) as one:
+        await one.search(["sort"], filter={"deny": ["u1"]})
+        replaced = one.models.current(None)
+        view = weakref.ref(replaced.view(Filter(deny=["u1"])))
+        assert view() is not None
+        answer = await one.change({"op": "delete", "uid": "u2"})
+        await one.reached(answer.json()["label_log"])
+        gc.collect()
+        assert view() is None
 
 
 async def test_label_operations_take_turns_in_one_thread(
