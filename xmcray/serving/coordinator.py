@@ -106,7 +106,9 @@ class SnapshotCoordinator(SnapshotSource):
         def updates() -> dict[str, Update]:
             lacking = {}
             for name, model in self._models.items():
-                update = _update(model, states.get(name, ReplicaState()))
+                # While a new version of the application is rolled out, replicas of the old one may
+                # serve fewer models.
+                update = _update(model, states[name]) if name in states else None
                 if update:
                     lacking[name] = update
             return lacking
@@ -165,7 +167,8 @@ class SnapshotCoordinator(SnapshotSource):
             # with another model may take as long as a load. One that starts answers nothing yet.
             version = model.decision.bundle.version
             num_missing = await self._replicas.wait_for(
-                lambda states: states[model.name].answering in ("", version),
+                model.name,
+                lambda state: state.answering in ("", version),
                 self._config.swap_s,
             )
             if num_missing:
@@ -208,13 +211,12 @@ class SnapshotCoordinator(SnapshotSource):
         decision = Decision(model.decision.bundle, loading=new)
         await self._decide(model, decision)
 
-        def has_loaded(states: Mapping[str, ReplicaState]) -> bool:
-            state = states[model.name]
+        def has_loaded(state: ReplicaState) -> bool:
             # A version that was dropped before may still be there, and go at any moment.
             is_kept = state.epoch == decision.epoch and version in state.places
             return is_kept and state.places[version].number >= number
 
-        num_missing = await self._replicas.wait_for(has_loaded, self._config.swap_s)
+        num_missing = await self._replicas.wait_for(model.name, has_loaded, self._config.swap_s)
         if num_missing:
             raise ProblemError(
                 "refused",

@@ -57,17 +57,24 @@ class Replicas:
             self._changed.notify_all()
 
     async def wait_for(
-        self, is_done: Callable[[Mapping[str, ReplicaState]], bool], wait_s: float
+        self, model: str, is_done: Callable[[ReplicaState], bool], wait_s: float
     ) -> int:
-        """Waits until a condition holds for all replicas that are alive.
+        """Waits until a condition holds for all replicas that are alive and serve a model.
 
+        Args:
+            model: name of the model.
+            is_done: the condition.
+            wait_s: longest wait, seconds.
         Returns:
             For how many it does not hold after `wait_s`, or when all were heard if that is later.
         """
         deadline = max(time.monotonic() + wait_s, self._all_heard_at)
         async with self._changed:
             while True:
-                num_missing = sum(not is_done(states) for states in self.alive())
+                num_missing = 0
+                for states in self.alive():
+                    if model in states and not is_done(states[model]):
+                        num_missing += 1
                 now = time.monotonic()
                 is_done_by_all = not num_missing and now >= self._all_heard_at
                 if is_done_by_all or now >= deadline:

@@ -269,6 +269,32 @@ async def test_a_version_that_a_replica_may_drop_does_not_count_as_loaded(
         coordinator.close()
 
 
+async def test_a_replica_of_an_application_with_fewer_models_follows_those_that_it_has(
+    bundle: Path, other: Path, tmp_path: Path
+) -> None:
+    """So it is while another configuration is rolled out."""
+    few = ServeConfig(bundles={"a": str(bundle)}, state_dir=str(tmp_path))
+    more = {"new": str(bundle), "a": str(bundle)}
+    roots = (str(other.parent),)
+    coordinator = SnapshotCoordinator(
+        ServeConfig(bundles=more, state_dir=str(tmp_path), bundle_roots=roots, swap_s=5.0)
+    )
+    await coordinator.start()
+    replica = follower.Follower(few, coordinator.follow)
+    await replica.start()
+    steps = asyncio.create_task(replica.run())
+    try:
+        for name in more:
+            await coordinator.operate(name, [add("n1", "sort join")])
+            request = SwapRequest(bundle=str(other), recall_floor=0)
+            version = (await coordinator.swap(name, request)).version
+        assert replica.current("a").version == version
+        assert replica.current("a").label_id("n1") is not None
+    finally:
+        steps.cancel()
+        coordinator.close()
+
+
 async def test_a_replica_keeps_no_filtered_view_of_a_snapshot_that_was_replaced(
     bundle: Path, tmp_path: Path
 ) -> None:
