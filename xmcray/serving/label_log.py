@@ -93,8 +93,14 @@ class LabelLog:
         self._writing = threading.Lock()
         with contextlib.ExitStack() as stack, disk_errors(self._state):
             make_folder(self._state)
-            # The system ends this lock when the process dies.
-            stack.enter_context(exclusive(self._state))
+            try:
+                # The system ends this lock when the process dies.
+                stack.enter_context(exclusive(self._state))
+            except StorageError:
+                raise StorageError(
+                    f"{self._state} is in use by another server, expected one server for each state"
+                    " folder; stop that server or choose another --state-dir"
+                ) from None
             copy = SegmentStore(upload_url) if upload_url else None
             self._create_if_missing(start_after, copy)
             self._database = LogDatabase(self._state / DATABASE, model)
