@@ -19,9 +19,11 @@ from ray import serve
 from replicas import Askers, Killer, client_of, insist, known_answers, replicas
 
 from xmcray.doctor.sockets import listeners
+from xmcray.errors import ResourceError
 from xmcray.retrieval.labels import NewLabel, add_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.serving.application import NAME
+from xmcray.serving.label_log import LabelLog
 from xmcray.serving.run import FASTER, serving
 from xmcray.serving.schema import Operation
 from xmcray.serving.search_pb2 import SearchRequest
@@ -214,3 +216,15 @@ def test_nothing_is_lost_while_replicas_die_and_bundles_are_swapped(
         update = [Operation(op="update", uid="live", text="sort join")]
         assert insist(lambda: admin.change_labels(update)).label_log == 2
         assert admin.search(["matrix"]).version == swapped.version
+
+
+def test_a_mistake_in_a_deployment_is_one_line(
+    cluster: None, bundles: dict[str, Path], tmp_path: Path, port: int
+) -> None:
+    config = ServeConfig(
+        bundles={"texts": str(bundles["texts"])}, replicas=2, state_dir=str(tmp_path)
+    )
+    in_use = pytest.raises(ResourceError, match="is in use by another server, expected one server")
+    log = LabelLog(tmp_path / "texts" / "labels", "texts")
+    with log, in_use, serving(config, "127.0.0.1", port):
+        pass

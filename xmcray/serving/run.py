@@ -8,10 +8,11 @@ import contextlib
 import ipaddress
 import logging
 import os
+import re
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from xmcray.config import check_range, dump
 from xmcray.errors import ConfigError, ResourceError
@@ -105,7 +106,7 @@ def serving(config: ServeConfig, host: str, port: int, grpc_port: int = 0) -> It
         grpc_port: port of gRPC; 0 for none. With several replicas it is open on all interfaces,
             because Ray Serve has no other way.
     Raises:
-        ResourceError: the port is taken.
+        ResourceError: the port is taken, or a deployment refuses what it was given.
     """
     check_port(host, port)
     # Read when Ray Serve is imported, here and in every process that it starts.
@@ -136,13 +137,35 @@ def serving(config: ServeConfig, host: str, port: int, grpc_port: int = 0) -> It
             else None,
             logging_config=QUIET,
         )
-        serve.run(application, name=NAME, blocking=False, logging_config=QUIET)
+        try:
+            serve.run(application, name=NAME, blocking=False, logging_config=QUIET)
+        except RuntimeError as error:
+            deployments = serve.status().applications[NAME].deployments.values()
+            mistake = mistake_in([deployment.message for deployment in deployments])
+            if mistake is None:
+                raise
+            raise ResourceError(mistake) from error
         yield f"http://{authority(host, port)}"
     finally:
         with contextlib.suppress(Exception):
             serve.shutdown()
         if started:
             ray.shutdown()
+
+
+def mistake_in(messages: Sequence[str]) -> str | None:
+    """The user's mistake for which deployments did not start.
+
+    Args:
+        messages: of the deployments; Serve puts the traceback of a constructor into them.
+    Returns:
+        The message of our own error; None if there is none.
+    """
+    for message in messages:
+        # The last line of a traceback names the error with its module.
+        if found := re.search(r"^xmcray\.[\w.]+Error: (.+)$", message, re.MULTILINE):
+            return found[1]
+    return None
 
 
 def several(config: ServeConfig) -> bool:
