@@ -86,6 +86,8 @@ def test_refit_trains_on_everything_for_the_best_number_of_epochs(
     )  # of the run that chose
     again = f"train astra --data {folder}/corpus --out {tmp_path}/r {SMALL} --refit"
     assert "is not empty and --resume never" in shell.error(f"{again} --resume never")
+    expected = "was started with --refit, expected the same; give --refit or choose another --out"
+    assert expected in shell.error(again.removesuffix(" --refit"))
 
     # The weights of a fused bundle are chosen by the run that did not see the held-out queries.
     data = f"--data {folder}/corpus"
@@ -436,6 +438,7 @@ def test_resume_with_another_corpus_or_configuration(
 ) -> None:
     before = contents(folder / "run")
     train = f"train astra --data {folder}/corpus --out {folder}/run {SMALL}"
+    assert "was started without --refit, expected the same; leave" in shell.error(f"{train} --refit")
     assert "was started with optim.epochs = 2, now 3; use" in shell.error(
         f"{train} --set optim.epochs=3"
     )

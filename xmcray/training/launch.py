@@ -23,6 +23,7 @@ from xmcray.data.side_signal import side_signal
 from xmcray.errors import (
     ConfigError,
     ResourceError,
+    RunError,
     StorageError,
     XmcrayError,
     memory_errors,
@@ -115,6 +116,7 @@ def train(
     with locked(path, RUN_FOLDER):
         if resume == "never":
             refuse_contents(path)
+        _refuse_other_refit(path, refit)
         if refit:
             selection = _begin(path / SELECTION, config, opened, source)
             if restart:
@@ -155,6 +157,23 @@ def _refuse_mistakes(corpus: str | Path, out: str | Path, config: RunConfig, ref
     trackers.check(config.log.track)
     stored_texts = [str(corpus), *credentials.texts(config.to_dict())]
     credentials.refuse(stored_texts, "what the run would keep")
+
+
+def _refuse_other_refit(path: Path, refit: bool) -> None:
+    """Raises RunError if the run in a folder was started with --refit and this one is not, or the
+    reverse.
+    """
+    has_selection = (path / SELECTION / "run.json").is_file()
+    if has_selection and not refit:
+        raise RunError(
+            f"{path} was started with --refit, expected the same; give --refit or choose another --out"
+        )
+    is_run = (path / "run.json").is_file()
+    if refit and is_run and not has_selection:
+        raise RunError(
+            f"{path} was started without --refit, expected the same; leave --refit out or choose"
+            " another --out"
+        )
 
 
 def _begin(path: Path, config: RunConfig, corpus: Corpus, source: Run | None) -> Run:
