@@ -142,10 +142,13 @@ def load_yaml(source: str) -> dict[str, Any]:
             text = Path(source).read_text(encoding="utf-8")
         except FileNotFoundError:
             raise ConfigError(
-                f"configuration file {source} does not exist; presets are named preset:METHOD/DATASET"
+                f"file {source} does not exist, expected a YAML file; {_advice(source)}"
             ) from None
         except (OSError, ValueError) as error:
-            raise ConfigError(f"configuration file {source} cannot be read: {error}") from None
+            reason = error.strerror if isinstance(error, OSError) else one_line(error)
+            raise ConfigError(
+                f"file {source} cannot be read ({reason}), expected a YAML file; check it"
+            ) from None
     try:
         values = yaml.safe_load(text)
     # PyYAML raises other errors for some values, such as a date that does not exist.
@@ -157,6 +160,14 @@ def load_yaml(source: str) -> dict[str, Any]:
         kind = type(values).__name__
         raise ConfigError(f"{source} holds a {kind}, expected a mapping of settings")
     return values
+
+
+def _advice(source: str) -> str:
+    """What to do about a file that does not exist."""
+    for kind, files in (("preset", _preset_files()), ("space", _space_files())):
+        if source in files:
+            return f"the {kind} of that name is {kind}:{source}"
+    return "check the path"
 
 
 def _text_of(kind: str, source: str, files: Mapping[str, Traversable]) -> str:

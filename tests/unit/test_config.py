@@ -128,6 +128,23 @@ def test_a_file_that_holds_no_settings(tmp_path: Path, text: bytes, message: str
     assert config.load_yaml(str(path)) == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.yaml", "none.yaml does not exist, expected a YAML file; check the path"),
+        ("astra/sample", "expected a YAML file; the preset of that name is preset:astra/sample"),
+        ("index", "expected a YAML file; the space of that name is space:index"),
+        (".", r"file . cannot be read \(Is a directory\), expected a YAML file"),
+    ],
+)
+def test_a_file_that_is_not_there(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        config.load_yaml(name)
+
+
 @pytest.mark.parametrize("value", [math.nan, -0.1, 1.1, -math.inf])
 def test_a_range_refuses_what_is_not_inside(value: float) -> None:
     with pytest.raises(ConfigError, match=f"rate is {value}, expected at least 0 and at most 1"):
