@@ -21,8 +21,8 @@ from xmcray.errors import ConfigError, one_line
 PLACEHOLDER = "CHANGE-ME"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _AWS_SIZE = r"(nano|micro|small|medium|large|\d*xlarge|metal(-\d+xl)?)"
-_CLUSTER_EXAMPLE = "compare with cluster/aws.yaml"
-_MANIFEST_EXAMPLE = "compare with cluster/kuberay/raycluster.yaml"
+_CLUSTER_EXAMPLE = "compare with `xmcray files cluster/aws.yaml`"
+_MANIFEST_EXAMPLE = "compare with `xmcray files cluster/kuberay/raycluster.yaml`"
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,10 @@ def check_cluster_file(path: str | Path) -> None:
             unknown kind of machine type, a dashboard beyond loopback, or nodes without token.
     """
     if not Path(path).is_file():
+        problem = "is not a file" if Path(path).exists() else "does not exist"
         raise ConfigError(
-            f"cluster file {path} does not exist; cluster/aws.yaml, gcp.yaml and azure.yaml are such files"
+            f"cluster file {path} {problem}, expected a YAML file for `ray up` or KubeRay;"
+            " `xmcray files cluster/aws.yaml` prints one (azure.yaml, gcp.yaml, kuberay/raycluster.yaml)"
         )
     values = configs.load_yaml(str(path))
     if str(values.get("apiVersion", "")).startswith("ray.io"):
@@ -88,7 +90,9 @@ def _check_manifest(path: str | Path, values: Mapping[str, Any]) -> None:
     from xmcray.ray_adapter.private import autoscaling_config_of
 
     _check_placeholders(path, values)
-    spec = values.get("spec") or {}
+    spec = values.get("spec")
+    if not isinstance(spec, Mapping):
+        raise ConfigError(f"{path}: spec is {spec!r}, expected a section; {_MANIFEST_EXAMPLE}")
     cluster = spec.get("rayClusterSpec") or spec.get("rayClusterConfig") or spec
     try:
         autoscaling_config_of(cluster)
@@ -96,9 +100,11 @@ def _check_manifest(path: str | Path, values: Mapping[str, Any]) -> None:
         raise ConfigError(f"{path} has no {error.args[0]}; {_MANIFEST_EXAMPLE}") from None
     except Exception as error:  # any kind: Ray does not validate the manifest but reads it
         raise ConfigError(f"{path}: {_reason(error)}; {_MANIFEST_EXAMPLE}") from None
-    if (cluster.get("authOptions") or {}).get("mode") != "token":
+    authentication = cluster.get("authOptions")
+    if not isinstance(authentication, Mapping) or authentication.get("mode") != "token":
         raise ConfigError(
-            f"{path}: authOptions.mode is not token; anyone who reaches a pod could run code there"
+            f"{path}: authOptions.mode is not token, so anyone who reaches a pod could run code there;"
+            " set it to token"
         )
     version = cluster.get("rayVersion")
     if version != ray_version():

@@ -135,9 +135,28 @@ def test_a_mistake_in_a_cluster_file_is_one_line(
     assert str(path) in str(raised.value)
 
 
-def test_a_missing_cluster_file_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"cluster file nowhere.yaml does not exist"):
+def test_a_missing_cluster_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cluster file nowhere.yaml does not exist, expected"):
         check_cluster_file("nowhere.yaml")
+    with pytest.raises(ConfigError, match=r"is not a file, expected .* `xmcray files cluster/aws"):
+        check_cluster_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v.update(spec="x"), "spec is 'x', expected a section; compare with"),
+        (lambda v: v["spec"].update(authOptions="x"), "authOptions.mode is not token.*set it"),
+    ],
+)
+def test_a_mistake_in_a_manifest_is_one_line(change: Change, message: str, tmp_path: Path) -> None:
+    manifest = CLUSTER / "kuberay" / "raycluster.yaml"
+    values = yaml.safe_load(manifest.read_text().replace(PLACEHOLDER, "mine"))
+    change(values)
+    path = tmp_path / "raycluster.yaml"
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match=message):
+        check_cluster_file(path)
 
 
 @pytest.mark.parametrize("name", [*CLOUDS, "raycluster", "rayjob"])
