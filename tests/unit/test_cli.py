@@ -438,7 +438,9 @@ def test_resume_with_another_corpus_or_configuration(
 ) -> None:
     before = contents(folder / "run")
     train = f"train astra --data {folder}/corpus --out {folder}/run {SMALL}"
-    assert "was started without --refit, expected the same; leave" in shell.error(f"{train} --refit")
+    assert "was started without --refit, expected the same; leave" in shell.error(
+        f"{train} --refit"
+    )
     assert "was started with optim.epochs = 2, now 3; use" in shell.error(
         f"{train} --set optim.epochs=3"
     )

@@ -163,7 +163,9 @@ def test_rows_that_are_lost_or_changed_are_named(change: str, message: str, tmp_
 
 def test_who_may_open_it(tmp_path: Path) -> None:
     with LabelLog(tmp_path, "m") as log:
-        with pytest.raises(StorageError, match="expected one server for each state folder; stop that server"):
+        with pytest.raises(
+            StorageError, match="expected one server for each state folder; stop that server"
+        ):
             LabelLog(tmp_path, "m")
         log.append([add("a")])
     with pytest.raises(
