@@ -20,8 +20,11 @@ def kind_of(path: str) -> str:
     # Only bundles are read from URLs; whether it is one shows when it is opened.
     if "://" in path or (Path(path) / "manifest.json").is_file():
         return "bundle"
-    problem = "is neither" if Path(path).exists() else "does not exist"
-    raise RunError(f"{path} {problem}, expected a run (run.json) or a bundle (manifest.json)")
+    problem = "is neither a run nor a bundle" if Path(path).exists() else "does not exist"
+    raise RunError(
+        f"{path} {problem}, expected a run (run.json) or a bundle (manifest.json); `xmcray train`"
+        " makes both"
+    )
 
 
 def bundle_at(path: str, data: str | None = None) -> str:

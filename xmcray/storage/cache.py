@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xmcray.errors import StorageError
-from xmcray.storage.manifest import MANIFEST, FileEntry, hash_file, parse_manifest
+from xmcray.storage.manifest import MANIFEST, FileEntry, hash_file, made_by, parse_manifest
 from xmcray.storage.path_errors import disk_errors
 from xmcray.storage.remote import filesystem_of, reaching
 from xmcray.storage.whole_files import fsync, publish
@@ -40,7 +40,9 @@ def local_copy(source: str, kind: str) -> Path:
         try:
             content = filesystem.cat_file(f"{root}/{MANIFEST}")
         except FileNotFoundError:
-            raise StorageError(f"{source} has no {MANIFEST}: it is not a complete {kind}") from None
+            raise StorageError(
+                f"{source} has no {MANIFEST}: it is not a complete {kind}; {made_by(kind)}"
+            ) from None
     files = parse_manifest(content, source, kind).files
     key = hashlib.sha256(content).hexdigest()[:32]
     cache = cache_folder()

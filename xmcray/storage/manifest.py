@@ -19,6 +19,11 @@ from xmcray.storage.whole_files import fsync, read_bytes, write_json
 MANIFEST = "manifest.json"
 CARD = "README.md"  # for people: not part of an artifact, so it may change or be missing
 SCHEMA_VERSION = 1  # "format" in messages; docs/compatibility.md says when it is raised
+# What makes an artifact of a kind, for messages.
+_MADE_BY = {
+    "corpus": "make one of raw files with `xmcray prepare`",
+    "bundle": "make one of a run with `xmcray export`",
+}
 HASH_THREADS = min(8, os.cpu_count() or 1)  # files that are hashed at the same time
 
 
@@ -120,9 +125,14 @@ def read_manifest(path: str | Path, kind: str) -> Manifest:
             content = read_bytes(folder / MANIFEST)
     except MissingPathError:
         raise StorageError(
-            f"{path} has no {MANIFEST}: it is not a complete {kind}; make it again"
+            f"{path} has no {MANIFEST}: it is not a complete {kind}; {made_by(kind)}"
         ) from None
     return parse_manifest(content, path, kind)
+
+
+def made_by(kind: str) -> str:
+    """What to do if an artifact of a kind is not there."""
+    return _MADE_BY.get(kind, "make it again")
 
 
 def parse_manifest(content: bytes, source: str | Path, kind: str) -> Manifest:
@@ -145,7 +155,9 @@ def parse_manifest(content: bytes, source: str | Path, kind: str) -> Manifest:
         # Within the block, because a value that is nested too deeply cannot be hashed either.
         content_hash = _content_hash(body)
     if manifest.kind != kind:
-        raise StorageError(f"{source} holds a {one_line(manifest.kind, 40)}, expected a {kind}")
+        raise StorageError(
+            f"{source} holds a {one_line(manifest.kind, 40)}, expected a {kind}; {made_by(kind)}"
+        )
     if version != SCHEMA_VERSION:
         reader = "the release that wrote it"
         if release is not None:

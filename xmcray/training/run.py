@@ -41,6 +41,7 @@ from xmcray.negatives.plan import NegativesConfig
 from xmcray.nn.encoder import EncoderConfig
 from xmcray.nn.heads import FusionConfig
 from xmcray.retrieval.votes import MemoryConfig
+from xmcray.storage.manifest import MANIFEST
 from xmcray.storage.whole_files import read_json, write_json, write_text
 from xmcray.storage.work_folder import FolderKind, contents
 from xmcray.training.optim import OptimConfig
@@ -306,6 +307,11 @@ class Run:
             start = body.get("start")
             return cls(folder, body["id"], config, corpus, body["corpus_sha256"], start)
         except (FileNotFoundError, NotADirectoryError):
+            if (folder / MANIFEST).is_file():
+                raise RunError(
+                    f"{path} has a {MANIFEST} and no run.json: it is a bundle or a corpus, expected a run;"
+                    " name the run that it comes from"
+                ) from None
             raise RunError(
                 f"{path} is not a run: it has no run.json; train with --out {path} first"
             ) from None
