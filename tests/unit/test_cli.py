@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from corpora import planted_corpus
 from scipy import sparse
 from shell import SMALL_SETTINGS, Shell, run_command
 
-from xmcray import cli
+from xmcray import api, cli
 from xmcray.data.corpus import Corpus
 from xmcray.methods.registry import method_names
 from xmcray.storage.work_folder import locked
@@ -168,6 +169,20 @@ def test_evaluate_measures_run_bundle_and_predictions_alike(
     assert "p.npz" in table
 
 
+def test_the_bundle_of_a_run_is_served(folder: Path, tmp_path: Path) -> None:
+    class ReadyError(Exception):
+        pass
+
+    def ready(*_: object) -> None:
+        raise ReadyError
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(ReadyError):
+        api.serve(folder / "run", {"state_dir": f"{tmp_path}/s"}, port=port, ready=ready)
+
+
 def test_a_known_query_finds_its_label(folder: Path, shell: Shell, tmp_path: Path) -> None:
     shell.run(f"export {folder}/run --out {tmp_path}/b")
     assert contents(tmp_path / "b") == contents(folder / "run" / "bundle")
@@ -252,6 +267,17 @@ def test_one_line_and_nothing_written(
             "seed is -1, expected at least 0",
         ),
         ("serve ={}/run/bundle --state-dir s", "a bundle has an empty name"),
+        (
+            "serve {}/raw --state-dir s",
+            "raw is neither a run nor a bundle, expected a run (run.json)",
+        ),
+        (
+            "serve {}/corpus --state-dir s",
+            "expected a bundle; make one of a run with `xmcray export`",
+        ),
+        ("search {}/raw x", "not a complete bundle; make one of a run with `xmcray export`"),
+        ("export {}/run/bundle --out b", "a bundle or a corpus, expected a run; name the run"),
+        ("train astra --data {}/raw --out r", "make one of raw files with `xmcray prepare`"),
         (
             "train dexml --data {}/corpus --out s3://bucket/run",
             "s3://bucket/run is a URL; a run is",

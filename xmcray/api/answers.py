@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from xmcray import config as configs
 from xmcray.api.settings_sources import Location, Settings, merged, text_of
-from xmcray.paths import bundle_at
+from xmcray.paths import bundle_at, kind_of
 
 if TYPE_CHECKING:
     from xmcray.retrieval.retriever import Retriever
@@ -109,7 +109,7 @@ def serve(
     """Answers over HTTP, in this process or on Ray Serve, until SIGTERM or SIGINT.
 
     Args:
-        bundles: folder or URL of a bundle, or several by name, the default first.
+        bundles: bundle (folder or URL) or finished run, or several by name, the default first.
         config: settings of the server, see `serving.settings.ServeConfig`.
         host: address to listen on; beyond loopback only with tokens of your own.
         port: port of HTTP.
@@ -119,13 +119,14 @@ def serve(
     Raises:
         ConfigError: a setting is unknown or out of range, or ports would be open to everyone.
         ResourceError: the port is taken.
-        StorageError: a bundle is missing or damaged.
+        RunError: there is neither a run nor a bundle, or the run is not finished.
+        StorageError: a bundle is damaged.
     """
     from xmcray.serving.run import serve_forever
     from xmcray.serving.settings import ServeConfig
 
     by_name = bundles if isinstance(bundles, Mapping) else {"default": bundles}
-    paths = {name: os.fspath(path) for name, path in by_name.items()}
+    paths = {name: _bundle_to_serve(os.fspath(path)) for name, path in by_name.items()}
     settings = configs.build(ServeConfig, configs.overlay({"bundles": paths}, merged(config)))
     token_file = Path(settings.token_file or Path(settings.state_dir) / "token")
 
@@ -141,3 +142,14 @@ def serve(
         accept_open_ports=accept_open_ports,
         ready=on_ready,
     )
+
+
+def _bundle_to_serve(path: str) -> str:
+    """The bundle at a path, or in the folder of a finished run.
+
+    Raises:
+        RunError: there is neither a run nor a bundle, or the run is not finished.
+    """
+    bundle = bundle_at(path)
+    # The state folder compares it with what was served before, so it is spelt as the user would.
+    return str(Path(path) / "bundle") if kind_of(path) == "run" else bundle

@@ -266,7 +266,7 @@ def serve_options(verb: argparse.ArgumentParser) -> None:
         "bundles",
         metavar="[NAME=]BUNDLE",
         nargs="+",
-        help="folders or URLs; the first is the default",
+        help="bundles (folders or URLs) or finished runs; the first is the default",
     )
     verb.add_argument(
         "--host", default="127.0.0.1", help="beyond loopback only with tokens of your own"
