@@ -130,6 +130,8 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 def load_yaml(source: str) -> dict[str, Any]:
     """Settings from a file, a preset ("preset:METHOD/DATASET"), or a space ("space:NAME").
 
+    Those of a preset say for which method they are.
+
     Raises:
         ConfigError: no such file, preset or space (names the nearest), or not a YAML mapping.
     """
@@ -159,6 +161,10 @@ def load_yaml(source: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         kind = type(values).__name__
         raise ConfigError(f"{source} holds a {kind}, expected a mapping of settings")
+    if source.startswith("preset:"):
+        # With it, a training of another method refuses the preset as such, and not one of its settings.
+        method, _, _ = source.removeprefix("preset:").partition("/")
+        return {"method_name": method, **values}
     return values
 
 

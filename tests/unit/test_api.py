@@ -138,7 +138,9 @@ def test_settings_come_from_files_and_values_the_later_over_the_earlier(tmp_path
     values = merged([file, sections, {"optim.epochs": 5}])
     assert values == {"optim": {"epochs": 5, "lr": 0.1, "batch_size": 8}}
     assert sections == {"optim": {"batch_size": 8}}
-    assert merged("preset:astra/sample")["negatives"] == {"uniform": 500, "hard": 20}
+    preset = merged("preset:astra/sample")
+    assert preset["negatives"] == {"uniform": 500, "hard": 20}
+    assert preset["method_name"] == "astra"
 
 
 def test_mistakes_are_raised_as_one_line(tmp_path: Path) -> None:

@@ -276,6 +276,10 @@ def test_one_line_and_nothing_written(
             "expected a bundle; make one of a run with `xmcray export`",
         ),
         ("search {}/raw x", "not a complete bundle; make one of a run with `xmcray export`"),
+        (
+            "train astra --data {}/corpus --out r --config preset:dexml/sample",
+            "the configuration is for method dexml, not for astra; train dexml, or choose one",
+        ),
         ("export {}/run/bundle --out b", "a bundle or a corpus, expected a run; name the run"),
         ("train astra --data {}/raw --out r", "make one of raw files with `xmcray prepare`"),
         (

@@ -182,7 +182,8 @@ class RunConfig:
         written_for = merged.pop("method_name", method_name)
         if written_for != method_name:
             raise ConfigError(
-                f"the configuration is for method {written_for}, not for {method_name}; name that one"
+                f"the configuration is for method {written_for}, not for {method_name}; train"
+                f" {written_for}, or choose one for {method_name} (presets: preset:{method_name}/...)"
             )
         settings = merged.pop("method", {})
         if not isinstance(settings, Mapping):
