@@ -5,6 +5,7 @@ interrupted.
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import logging
 import os
@@ -59,8 +60,8 @@ def serve_forever(
         accept_open_ports: allow Ray Serve's proxies to listen on all interfaces.
         ready: called with the URL when every model answers.
     Raises:
-        ConfigError: an address beyond loopback without the user's own token files, or a proxy that
-            opens more ports.
+        ConfigError: an address that is not this machine's, or beyond loopback without the user's own
+            token files, or a proxy that opens more ports.
         ResourceError: the port is taken.
         StorageError: a bundle is missing or damaged.
     """
@@ -209,13 +210,24 @@ def is_loopback(host: str) -> bool:
 
 
 def check_port(host: str, port: int, option: str = "--port") -> None:
-    """Raises ConfigError unless it is a port, and ResourceError if it is in use."""
+    """Raises ConfigError unless it is a port and an address of this machine, and ResourceError if the
+    port is in use.
+    """
     check_range(option, port, 1, 65_535)
+    no_address = ConfigError(
+        f"--host {host} is no address of this machine, expected one of its own; use 127.0.0.1 for"
+        " this machine alone, or 0.0.0.0 for all of its addresses"
+    )
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
+        except (socket.gaierror, UnicodeError):  # the latter for what can be no name, such as a..b
+            raise no_address from None
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise no_address from None
             raise ResourceError(
-                f"{host}:{port} cannot be listened on ({error.strerror}); choose another {option}"
+                f"{authority(host, port)} cannot be listened on ({error.strerror}), expected a free"
+                f" port; choose another {option}"
             ) from None

@@ -67,9 +67,19 @@ def test_it_serves_and_ends(number: signal.Signals, bundle: Path, tmp_path: Path
 def test_mistakes(bundle: Path, tmp_path: Path, shell: Shell) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     taken = listener.getsockname()[1]
+    tokens = "--token-file a --admin-token-file b"  # looked at after the address
     for arguments, message in [
         (f"{tmp_path}/no", "does not exist"),
         (f"{bundle} --host 0.0.0.0", "expected --token-file and --admin-token-file"),
+        (
+            f"{bundle} --host 192.0.2.1 {tokens}",
+            "192.0.2.1 is no address of this machine, expected",
+        ),
+        (
+            f"{bundle} --host no.invalid {tokens}",
+            "use 127.0.0.1 for this machine alone, or 0.0.0.0",
+        ),
+        (f"{bundle} --host a..b {tokens}", "--host a..b is no address of this machine"),
         (f"{bundle} --replicas 2 --grpc-port 9000", "say --accept-open-ports"),
         (f"a={bundle} a={bundle}", "several bundles go by one name"),
         (f"{bundle} --set recall_flor=1", "did you mean 'recall_floor'"),
