@@ -6,6 +6,7 @@ files exist, and create folders anywhere. So `swap` and `compact` only take what
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 from xmcray.errors import ConfigError, one_line
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.settings import ServeConfig
+
+log = logging.getLogger(__name__)
 
 # Longest name in a path; a temporary name is some characters longer, and disks allow 255 bytes.
 MAX_NAME = 200
@@ -38,6 +41,7 @@ class BundleRoots:
         self._urls: list[str] = []
         for root in config.bundle_roots:
             self._add(root)
+            self._look_at(root)
         for bundle in config.bundles.values():
             self._add_folder_of(bundle)
 
@@ -75,6 +79,17 @@ class BundleRoots:
             self._urls.append(f"{scheme}://{path}")
         else:
             self._folders.append(Path(os.path.realpath(path)))
+
+    def _look_at(self, root: str) -> None:
+        """Warns of a configured folder that is not there, because its name may be mistyped.
+
+        It may also be made later, such as that of `xmcray continual`.
+        """
+        if "://" not in root and not Path(root).is_dir():
+            log.warning(
+                "bundle_roots: %s is not a folder, expected one; make it, or correct the setting",
+                root,
+            )
 
     def _add_folder_of(self, bundle: str) -> None:
         """Adds the folder that holds a configured bundle."""

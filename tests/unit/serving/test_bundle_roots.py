@@ -37,6 +37,17 @@ def test_local_folders_below_a_root(location: str, tmp_path: Path) -> None:
     roots_of(tmp_path, str(tmp_path / "listed")).check(str(tmp_path / location))
 
 
+def test_a_root_that_is_not_there_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    roots_of(tmp_path, str(tmp_path), "gs://all")
+    assert caplog.messages == []
+    roots_of(tmp_path, f"{tmp_path}/lsited").check(f"{tmp_path}/lsited/b")
+    assert caplog.messages == [
+        f"bundle_roots: {tmp_path}/lsited is not a folder, expected one; make it, or correct the setting"
+    ]
+
+
 def test_urls_below_a_root(tmp_path: Path) -> None:
     roots = roots_of(tmp_path, "https://example.org/listed/", "gs://all")
     for url in ("s3://models/fr/b", "https://example.org/listed/b", "gs://all/a/b"):
