@@ -259,7 +259,8 @@ def first_error(error: ValidationError) -> str:
     """The first error of a validation, without the value, which may be long or secret."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))
-    return f"{place or 'value'}: {first['msg'][:200]}"
+    message = first["msg"][:200]
+    return f"{place}: {message}" if place else message
 
 
 def _first_word(path: Path, name: str) -> str:

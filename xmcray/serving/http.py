@@ -422,12 +422,22 @@ def _answer_problem(problem: ProblemError, request_id: str, status: int | None =
 async def _answer_error(request: Request, error: Exception) -> Response:
     """The problem document of any error that a route raised."""
     if isinstance(error, HTTPException):
-        kind = "not-found" if error.status_code in (404, 405) else "invalid"
-        # Not from `request.url`, which also parses the Host header.
-        path = _path(request.scope)[:200]
-        detail = f"{request.method} {path}: {error.detail}; see /openapi.json"
-        problem = ProblemError(kind, detail)
+        problem = _route_problem(request, error)
         response = _answer_problem(problem, request.state.id, error.status_code)
         response.headers.update(error.headers or {})  # status 405 names the allowed methods
         return response
     return _answer_problem(problem_of(error), request.state.id)
+
+
+def _route_problem(request: Request, error: HTTPException) -> ProblemError:
+    """The problem of a request that no route answers, or that FastAPI refuses itself."""
+    # Not from `request.url`, which also parses the Host header.
+    path = _path(request.scope)[:200]
+    advice = "/openapi.json describes all of them"
+    if error.status_code == 404:
+        return ProblemError("not-found", f"{path} is not here, expected another path; {advice}")
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{request.method} {path} is not allowed, expected {allowed}; {advice}"
+        return ProblemError("not-allowed", message)
+    return ProblemError("invalid", f"{request.method} {path}: {error.detail}; {advice}")

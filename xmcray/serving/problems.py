@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from xmcray.errors import ConfigError, XmcrayError
+from xmcray.errors import ConfigError, XmcrayError, one_line
+from xmcray.serving.schema import UNKNOWN_FIELD
 
 STATUS = {
     "unauthorized": 401,
     "forbidden": 403,
     "not-found": 404,
+    "not-allowed": 405,
     "late": 408,
     "refused": 409,
     "too-large": 413,
@@ -28,6 +32,7 @@ TITLE = {
     "unauthorized": "No valid token",
     "forbidden": "Not with this token",
     "not-found": "Not found",
+    "not-allowed": "Method not allowed",
     "late": "Request not received in time",
     "refused": "Refused",
     "too-large": "Request too large",
@@ -68,11 +73,36 @@ def problem_of(error: Exception) -> ProblemError:
     if isinstance(error, XmcrayError):
         return ProblemError("invalid" if isinstance(error, ConfigError) else "refused", str(error))
     if isinstance(error, RequestValidationError | ValidationError):
+        entries = error.errors()[:20]
         errors = []
-        for entry in error.errors()[:20]:
+        for entry in entries:
             where = [str(place) for place in entry["loc"]]
             errors.append({"where": where, "message": entry["msg"]})
-        first = errors[0] if errors else {"where": ["body"], "message": "malformed"}
-        detail = f"{'.'.join(first['where'])}: {first['message']}"
-        return ProblemError("invalid", detail, errors)
+        return ProblemError("invalid", _detail(entries[0]), errors)
     return ProblemError("internal", "the request could not be answered; see the log")
+
+
+def _detail(entry: Mapping[str, Any]) -> str:
+    """What was found, what was expected and what to do, of an error of pydantic or FastAPI."""
+    kind = entry["type"]
+    places = [str(place) for place in entry["loc"]]
+    where = ".".join(places) or "the request"
+    if kind == "json_invalid":
+        # FastAPI gives the position as the last place.
+        reason = f"{entry['ctx']['error']}, character {places[-1]}"
+        return f"the body is no JSON ({one_line(reason)}), expected a JSON object; correct it"
+    if isinstance(entry["input"], bytes):
+        # FastAPI has not parsed it.
+        return (
+            "the body is not declared as JSON, expected the header `Content-Type: application/json`;"
+            " send it"
+        )
+    if kind == "missing" and where == "body":
+        return "the request has no body, expected a JSON object; see /openapi.json"
+    if kind == "missing":
+        return f"{where} is missing, expected a value; add it"
+    if kind == UNKNOWN_FIELD:
+        return f"{where}: {entry['msg']}"
+    found = reprlib.repr(entry["input"])
+    message = entry["msg"]
+    return f"{where} is {found}, but {message[:1].lower()}{message[1:]}; correct it"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
 
 MAX_BODY = 1 << 20  # bytes
 MAX_TEXTS = 64
@@ -12,6 +13,7 @@ MAX_K = 1000
 MAX_LIST = 10_000  # uids in an allow or deny list
 MAX_OPERATIONS = 1000
 MAX_WIDTH = 1 << 16  # numbers of a side vector
+UNKNOWN_FIELD = "unknown_field"  # type of an error of pydantic
 
 Text = Annotated[str, StringConstraints(max_length=100_000)]
 Uid = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
@@ -26,6 +28,20 @@ class Schema(BaseModel):
 
     # JSON has no NaN, and a misspelt field must not be ignored.
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_fields(cls, values: Any) -> Any:
+        """Names the field and those that there are, which pydantic's own message does not."""
+        if isinstance(values, dict):
+            for name in values:
+                if name not in cls.model_fields:
+                    known = ", ".join(cls.model_fields)
+                    message = (
+                        f"unknown field {str(name)[:80]!r}, expected one of {known}; rename it"
+                    )
+                    raise PydanticCustomError(UNKNOWN_FIELD, "{message}", {"message": message})
+        return values
 
 
 class Range(Schema):

@@ -88,7 +88,7 @@ async def test_what_cannot_be_ranked_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "kind", "detail"),
     [
-        (EMBEDDINGS, {}, 422, "invalid", "body.input: Field required"),
+        (EMBEDDINGS, {}, 422, "invalid", "body.input is missing, expected a value; add it"),
         (EMBEDDINGS, {"input": []}, 422, "invalid", "at least 1"),
         (EMBEDDINGS, {"input": [[7, 8]]}, 422, "invalid", "valid string"),
         (EMBEDDINGS, {"input": ["a"] * 65}, 422, "invalid", "at most 64"),

@@ -262,9 +262,26 @@ def test_half_a_character_is_no_value_of_an_attribute() -> None:
         ({"texts": "one"}, 422, "invalid", "texts"),
         ({"texts": ["a"] * 65}, 422, "invalid", "texts"),
         ({"texts": ["a"] * 64, "k": 101}, 422, "invalid", "6,464, expected at most 6,400"),
-        ({"texts": ["a"], "k": 0}, 422, "invalid", "k"),
+        (
+            {"texts": ["a"], "k": 0},
+            422,
+            "invalid",
+            "body.k is 0, but input should be greater than or equal to 1; correct it",
+        ),
+        ([], 422, "invalid", "body is [], but input should be a valid dictionary"),
         ({"texts": ["a"], "k": 1001}, 422, "invalid", "k"),
-        ({"texts": ["a"], "kk": 1}, 422, "invalid", "kk"),
+        (
+            {"texts": ["a"], "kk": 1},
+            422,
+            "invalid",
+            "body: unknown field 'kk', expected one of texts, vectors, k, fields, model,",
+        ),
+        (
+            {"texts": ["a"], "filter": {"alow": []}},
+            422,
+            "invalid",
+            "body.filter: unknown field 'alow', expected one of allow, deny, attributes; rename it",
+        ),
         ({"texts": ["a"], "model": "b"}, 404, "not-found", "expected one of: a"),
         ({"texts": ["a"], "explain": True}, 422, "invalid", "no memory"),
         ({"texts": ["a"], "memory": {"weight": 0.5}}, 422, "invalid", "no memory"),
@@ -291,6 +308,61 @@ async def test_requests_that_are_refused(
         )
         assert detail in problem["detail"]
         assert problem["request_id"] == answer.headers["x-request-id"] == "me-1"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "headers", "status", "kind", "detail"),
+    [
+        (
+            "POST",
+            "/v1/search",
+            b'{"texts": ["a"',
+            {"Content-Type": "application/json"},
+            422,
+            "invalid",
+            "the body is no JSON (Expecting ',' delimiter, character 14), expected a JSON object",
+        ),
+        ("POST", "/v1/search", b"", {}, 422, "invalid", "has no body, expected a JSON object; see"),
+        (
+            "POST",
+            "/v1/search",
+            b'{"texts": ["a"]}',
+            {"Content-Type": "application/x-www-form-urlencoded"},
+            422,
+            "invalid",
+            "expected the header `Content-Type: application/json`; send it",
+        ),
+        (
+            "GET",
+            "/v1/search",
+            b"",
+            {},
+            405,
+            "not-allowed",
+            "GET /v1/search is not allowed, expected POST; /openapi.json",
+        ),
+        ("GET", "/v1/serch", b"", {}, 404, "not-found", "/v1/serch is not here, expected another"),
+    ],
+)
+async def test_requests_that_no_route_understands(
+    method: str,
+    path: str,
+    content: bytes,
+    headers: dict[str, str],
+    status: int,
+    kind: str,
+    detail: str,
+    bundles: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    async with served(tmp_path, {"a": bundles["texts"]}) as one:
+        answer = await one.ask(path, method=method, content=content, headers=headers)
+        problem = answer.json()
+        assert (answer.status_code, problem["status"]) == (status, status)
+        assert problem["type"] == f"urn:xmcray:{kind}"
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert {"title", "request_id"} <= problem.keys()
+        assert detail in problem["detail"]
 
 
 async def test_a_long_text_is_cut_and_says_so(bundles: dict[str, Path], tmp_path: Path) -> None:
