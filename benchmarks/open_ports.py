@@ -6,6 +6,7 @@ python benchmarks/open_ports.py          # two minutes
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 from common import new_parser, refuse_if_busy, write_table
 
 from xmcray.doctor.sockets import Listener, listeners
@@ -59,7 +61,7 @@ def main() -> None:
             "optim.epochs=2000",
         ]
         with running(
-            [*train, *many, "--out", str(folder / "run")], lambda: last_step(folder / "run") > 0
+            [*train, *many, "--out", str(folder / "run")], lambda _: last_step(folder / "run") > 0
         ) as found:
             rows += table("`xmcray train --workers 2`", found)
         for name, loopback in {
@@ -81,9 +83,8 @@ def main() -> None:
                 str(folder / "s"),
             ]
             command = " ".join(["xmcray serve BUNDLE", *more])
-            with running(
-                [*serve, *more], lambda port=port: any(one.port == port for one in listeners())
-            ) as found:
+            # The proxy listens before the replicas do, so its port says nothing about theirs.
+            with running([*serve, *more], functools.partial(is_serving, port)) as found:
                 rows += table(f"`{command}`", found)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -97,25 +98,43 @@ def main() -> None:
     )
 
 
-@contextlib.contextmanager
-def running(command: list[str], ready: Callable[[], bool]) -> Iterator[list[Listener]]:
-    """What a command listens on once it is ready; it is ended afterwards, with all it started."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def is_serving(port: int, printed: str) -> bool:
+    """Whether a server has said that it serves, and answers."""
+    if not printed.startswith("serving "):
+        return False
     try:
-        deadline = time.monotonic() + PATIENCE_S
-        while not ready() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.2)
-        yield of({process.pid, *descendants(process.pid)})
-    finally:
-        family = descendants(process.pid)
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        if process.poll() is None:
-            kill([process.pid])
-        for pid, line in family.items():
-            if descendants_line(pid) == line:
-                kill([pid])
+        return httpx.get(f"http://127.0.0.1:{port}/healthz").is_success
+    except httpx.HTTPError:
+        return False
+
+
+@contextlib.contextmanager
+def running(command: list[str], ready: Callable[[str], bool]) -> Iterator[list[Listener]]:
+    """What a command listens on once it is ready; it is ended afterwards, with all it started.
+
+    Args:
+        command: the command.
+        ready: whether it is, by what it has printed so far.
+    """
+    with tempfile.NamedTemporaryFile() as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + PATIENCE_S
+            while not ready(Path(output.name).read_text()):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit(f"{' '.join(command)} was not ready within {PATIENCE_S} s")
+                time.sleep(0.2)
+            yield of({process.pid, *descendants(process.pid)})
+        finally:
+            family = descendants(process.pid)
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            if process.poll() is None:
+                kill([process.pid])
+            for pid, line in family.items():
+                if descendants_line(pid) == line:
+                    kill([pid])
 
 
 def descendants_line(pid: int) -> str:
