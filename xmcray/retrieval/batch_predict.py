@@ -48,6 +48,7 @@ _FIELDS = Fields()
 _PARSER = RowParser(_FIELDS, None, dict)
 _TEXT_FIELDS = (_FIELDS.text, *_FIELDS.parts)
 _VECTOR = "vector"  # field of a query's side vector
+_CHUNKS = "[0-9]*.parquet"  # names of the files of chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +333,7 @@ class PredictionWork:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.done = {int(path.stem) for path in folder.glob("[0-9]*.parquet")}
+        self.done = {int(path.stem) for path in folder.glob(_CHUNKS)}
 
     @classmethod
     @contextlib.contextmanager
@@ -351,6 +352,9 @@ class PredictionWork:
             folder.mkdir(parents=True, exist_ok=True)
         with exclusive(folder):
             if not (folder / "job.json").exists():
+                # Chunks without it are what a killed removal left, of whatever job.
+                for chunk in folder.glob(_CHUNKS):
+                    chunk.unlink()
                 write_json(folder / "job.json", dict(job))
             _check_same(folder, job)
             yield cls(folder)
