@@ -31,6 +31,7 @@ HashArray = npt.NDArray[np.uint64]
 _CAMEL = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 _WORD = re.compile(r"\w+")
 _CACHED = 1 << 18  # words and hashes that are kept
+_LONGEST_CACHED = 64  # characters; so many words of any length would fill the memory
 _TINY = 1e-12
 
 
@@ -38,7 +39,7 @@ def words(text: str) -> list[str]:
     """Words, split at camel case; a word of several pieces is there as a whole too."""
     terms: list[str] = []
     for word in _WORD.findall(text):
-        terms += _pieces(word)
+        terms += _cached_pieces(word) if len(word) <= _LONGEST_CACHED else _pieces(word)
     return terms
 
 
@@ -49,7 +50,6 @@ def words_and_pairs(text: str) -> list[str]:
     return [*whole_words, *pairs]
 
 
-@functools.lru_cache(_CACHED)
 def _pieces(word: str) -> tuple[str, ...]:
     if not word.isascii():
         # Names in programs are ASCII; other words have no humps to split at.
@@ -60,11 +60,14 @@ def _pieces(word: str) -> tuple[str, ...]:
     return tuple(pieces)
 
 
-@functools.lru_cache(_CACHED)
 def _hash(term: str) -> int:
     # A lone surrogate, which JSON can hold, has no UTF-8.
     data = term.encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+_cached_pieces = functools.lru_cache(_CACHED)(_pieces)
+_cached_hash = functools.lru_cache(_CACHED)(_hash)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,8 @@ class TermCounts:
         lengths: list[int] = []
         for text in texts:
             term_counts = Counter(terms_of(text))
-            hashes += map(_hash, term_counts)
+            are_short = max(map(len, term_counts), default=0) <= _LONGEST_CACHED
+            hashes += map(_cached_hash if are_short else _hash, term_counts)
             counts += term_counts.values()
             lengths.append(len(term_counts))
         offsets = offsets_of(np.array(lengths, np.int64))

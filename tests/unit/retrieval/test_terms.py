@@ -1,6 +1,7 @@
 """Words of texts, their weights, and the index of them."""
 
 import math
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -35,6 +36,15 @@ def test_words_are_split_at_camel_case_and_kept_whole() -> None:
         "the rows",
     ]
     assert words("") == []
+
+
+def test_long_words_do_not_stay_in_memory() -> None:
+    tracemalloc.start()
+    for number in range(100):
+        TermCounts.of([f"{number}x{'a' * 50_000}"], words)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 1_000_000
 
 
 def tf_idf(text: str, num_texts_with: Counter[str]) -> list[float]:
