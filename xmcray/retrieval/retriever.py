@@ -249,13 +249,11 @@ class Retriever:
             vectors: float32 [texts, W], side vectors, for a bundle that mixes them; zeros, or None,
                 for texts alone.
         Raises:
-            ConfigError: k is not in 1 .. L, `texts` is a single string, there is no memory, there
-                are no probabilities, or the bundle cannot use these vectors.
+            ConfigError: k is not in 1 .. L, `texts` is a single string or has something that is
+                no text, there is no memory, there are no probabilities, or the bundle cannot use
+                these vectors.
         """
-        if isinstance(texts, str):
-            raise ConfigError(
-                "search was given one string, expected a list of texts; write search([text])"
-            )
+        _check_texts(texts)
         self._check_k(k)
         if explain and not self.explains:
             raise no_memory()
@@ -301,7 +299,8 @@ class Retriever:
             memory: how training queries vote, in place of the bundle's own settings.
             vectors: float32 [B, W], side vectors of texts, if they have some.
         Raises:
-            ConfigError: k is not in 1 .. L, there is no memory, or texts are needed.
+            ConfigError: k is not in 1 .. L, there is no memory, texts are needed, or query vectors
+                have another width than the bundle's.
         """
         self._check_k(k)
         predictor = self.predictor(memory)
@@ -327,7 +326,13 @@ class Retriever:
         if isinstance(queries, Ragged):
             return self.encode(queries.slice(span.start, span.stop)), None
         if isinstance(queries, np.ndarray):
-            return queries[span], None
+            # FAISS reads as many numbers as a label's vector has, whatever a query's width is.
+            if queries.ndim != 2 or queries.shape[1] != self.dim:
+                raise ConfigError(
+                    f"found query vectors {list(queries.shape)}, expected [queries, {self.dim}];"
+                    " encode texts with this bundle"
+                )
+            return np.ascontiguousarray(queries[span], np.float32), None
         texts = queries[span]
         return self.encode(texts, vectors), texts
 
@@ -509,6 +514,25 @@ class _Opening:
             if memory is not None:
                 memory.rows.move_to(self.device)
         return Retriever(query_encoder, labels, memory, self.sha256)
+
+
+def _check_texts(texts: Sequence[str]) -> None:
+    """Raises ConfigError unless these are texts that a tokenizer can read."""
+    if isinstance(texts, str):
+        raise ConfigError(
+            "search was given one string, expected a list of texts; write search([text])"
+        )
+    for text in texts:
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"search was given {text!r:.80}, expected texts; write search([text])"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"text {text[:80]!a} is not UTF-8 (a lone surrogate); write it anew"
+            ) from None
 
 
 def _device(name: str | None) -> torch.device:

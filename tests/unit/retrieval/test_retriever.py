@@ -171,6 +171,20 @@ def test_one_string_instead_of_a_list(bundle):
         Retriever.load(bundle).search("label")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"), [("a \ud800", "is not UTF-8"), (None, "expected texts")]
+)
+def test_what_is_no_text_is_refused(bundle, text, message):
+    with pytest.raises(ConfigError, match=message):
+        Retriever.load(bundle).search(["label", text])
+
+
+@pytest.mark.parametrize("shape", [(1, DIM - 1), (3, DIM + 1), (DIM,)])
+def test_query_vectors_of_another_width_are_refused(bundle, shape):
+    with pytest.raises(ConfigError, match=f"expected .queries, {DIM}."):
+        Retriever.load(bundle).top_labels(np.ones(shape, np.float32), 3)
+
+
 def test_vectors_stay_on_disk(bundle):
     shard = Retriever.load(bundle).labels.rows.indexes[0]
     address = shard.vectors.data_ptr()

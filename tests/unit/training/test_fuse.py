@@ -374,6 +374,19 @@ def test_requests_that_do_not_fit_are_refused(retriever: Retriever, texts: list[
         retriever.top_labels(query_BD, 3)
 
 
+def test_query_vectors_of_another_type_are_compared_as_float32(
+    corpus: Corpus, sources: list[Path], texts: list[str], tmp_path: Path
+) -> None:
+    without_words = dataclasses.replace(ALONE, words=0.0, texts=0.0)
+    write_parts(sources[:1], corpus, tmp_path / "b", without_words)
+    retriever = Retriever.load(tmp_path / "b", threads=1)
+    query_BD = retriever.encode(texts)
+
+    top = retriever.top_labels(query_BD.astype(np.float64), 3)
+
+    assert_array_equal(top.scores, retriever.top_labels(query_BD, 3).scores)
+
+
 @pytest.mark.parametrize("name", ["query_rows.npy", "terms.npy", "label_offsets.npy"])
 def test_a_damaged_index_of_words_is_refused_in_one_line(
     bundle: Path,
