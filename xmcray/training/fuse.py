@@ -403,7 +403,8 @@ def _choose(
         # Ten answers are enough for every metric that is chosen by.
         neighbours = predictor.find(query_BD, 1, SearchScope(filters))
         candidates += predictor.all_candidates(neighbours, 1, filters, texts)
-    return WeightSearch(corpus, candidates, train.positives(rows), start, metrics).choose()
+    truth = corpus.answerable(train.positives(rows))
+    return WeightSearch(corpus, candidates, truth, start, metrics).choose()
 
 
 def _put_together(

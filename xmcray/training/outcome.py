@@ -154,7 +154,8 @@ def nearest_queries(corpus: Corpus, split: str) -> Search:
     queries = corpus.split(split)
     train_rows = np.arange(len(train), dtype=np.int64)
     num_labels = corpus.card.num_labels
-    baseline = NearestQueries(train.texts(train_rows), train.positives(train_rows), num_labels)
+    positives = corpus.answerable(train.positives(train_rows))
+    baseline = NearestQueries(train.texts(train_rows), positives, num_labels)
     width = min(SEARCH_K, num_labels)
 
     def search(rows: Int64Array) -> TopLabels:

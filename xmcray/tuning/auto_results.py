@@ -109,7 +109,7 @@ def _test(study: Study, fused: Mapping[str, Any]) -> dict[str, Any]:
         BASELINE: nearest_queries(corpus, "test"),
     }
     rows = _test_rows(corpus)
-    evaluations = {name: _evaluated(search, corpus, rows) for name, search in searches.items()}
+    evaluations = {name: evaluate_rows(search, corpus, rows) for name, search in searches.items()}
     results = []
     for name, evaluation in evaluations.items():
         results.append(_plain_evaluation(name, evaluation))
@@ -132,13 +132,13 @@ def _test_rows(corpus: Corpus) -> Int64Array:
     return np.unique(np.linspace(0, num_test - 1, count).astype(np.int64))
 
 
-def _evaluated(search: Search, corpus: Corpus, rows: Int64Array) -> Evaluation:
+def evaluate_rows(search: Search, corpus: Corpus, rows: Int64Array) -> Evaluation:
     """Evaluates a search on some rows of the test split."""
     card = corpus.card
     split = corpus.split("test")
     return evaluate(
         lambda places: search(rows[places]),
-        lambda places: split.positives(rows[places]),
+        lambda places: corpus.answerable(split.positives(rows[places])),
         num_queries=len(rows),
         train_counts=corpus.train_counts,
         num_train=card.num_train,

@@ -1,0 +1,66 @@
+"""What is measured or chosen on a corpus of which labels were removed: they are no answers, no positives."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bundles import write_memory_of
+from corpora import planted_corpus
+
+from xmcray.data.corpus import KIND, REMOVED, Corpus
+from xmcray.storage.manifest import finish_manifest
+from xmcray.training import fuse as fusing
+from xmcray.training.outcome import measure, nearest_queries
+from xmcray.tuning.auto_results import evaluate_rows
+from xmcray.types import Ragged
+
+NUM_LABELS = 23
+REMOVED_LABELS = np.arange(0, NUM_LABELS, 3)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    folder = tmp_path_factory.mktemp("corpus")
+    whole = planted_corpus(folder, num_queries=200, num_labels=NUM_LABELS)
+    shutil.copytree(whole.path, folder / "removed")
+    np.save(folder / "removed" / REMOVED, REMOVED_LABELS)
+    finish_manifest(folder / "removed", KIND, {}, {})
+    return Corpus.open(folder / "removed")
+
+
+def test_weights_of_a_fused_bundle_are_chosen_without_them(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truths: list[Ragged] = []
+
+    class NotingSearch(fusing.WeightSearch):
+        def __init__(self, corpus: Corpus, candidates: Any, truth: Ragged, *more: Any) -> None:
+            truths.append(truth)
+            super().__init__(corpus, candidates, truth, *more)
+
+    monkeypatch.setattr(fusing, "WeightSearch", NotingSearch)
+    source = write_memory_of(corpus, tmp_path / "source", dim=8, seed=0)
+
+    fusing.fuse([str(source)], corpus, tmp_path / "fused")
+
+    (truth,) = truths
+    assert len(truth.values) > 0
+    assert not np.isin(truth.values, REMOVED_LABELS).any()
+
+
+def test_the_nearest_training_queries_do_not_answer_with_them(corpus: Corpus) -> None:
+    search = nearest_queries(corpus, "test")
+    answers = search(np.arange(corpus.card.num_test)).ids
+    assert (answers >= 0).any()
+    assert not np.isin(answers, REMOVED_LABELS).any()
+
+
+def test_auto_measures_as_evaluate_does(corpus: Corpus) -> None:
+    search = nearest_queries(corpus, "test")
+    rows = np.arange(corpus.card.num_test)
+    measured = evaluate_rows(search, corpus, rows)
+    assert measured.metrics == measure(search, corpus, "test").metrics
