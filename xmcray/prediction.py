@@ -142,7 +142,7 @@ def predict(
     if workers is not None:
         check_range("workers", workers, 1)
     files = find_queries(queries)
-    reranker = None if rerank is None else (rerank, _reranker_sha256(rerank))
+    reranker = None if rerank is None else _named_reranker(rerank)
     job, num_labels = _job(bundle, files, k, settings, texts, min_probability, reranker, chunk_rows)
     about: dict[str, Any] = {**job.to_json(), "command": "predict", "num_labels": num_labels}
     with PredictionWork.opened(out, job.to_json()) as work:
@@ -160,10 +160,13 @@ def predict(
     return end.rows
 
 
-def _reranker_sha256(path: str) -> str:
+def _named_reranker(path: str) -> tuple[str, str]:
+    """A cross-encoder's folder or hub id as workers find it, and its SHA-256."""
     from xmcray.retrieval.reranker import Reranker  # its library takes seconds to import
 
-    return Reranker.load(path).sha256
+    # Workers may have another working directory.
+    everywhere = str(Path(path).absolute()) if Path(path).exists() else path
+    return everywhere, Reranker.load(everywhere).sha256
 
 
 def _job(
@@ -279,7 +282,14 @@ def _retriever(
         raise StorageError(
             f"{bundle} was changed meanwhile; leave it alone, or predict with a copy"
         )
-    return retriever.reranked_by(reranker and reranker[0])
+    if reranker is None:
+        return retriever
+    name, reranker_sha256 = reranker
+    reranked = retriever.reranked_by(name)
+    assert reranked.reranker is not None
+    if reranked.reranker.sha256 != reranker_sha256:
+        raise StorageError(f"{name} was changed meanwhile; leave it alone, or predict with a copy")
+    return reranked
 
 
 def _with_signs_of_life(work: Callable[[], Any]) -> Iterator[Any]:

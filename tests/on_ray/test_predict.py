@@ -14,7 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from bundles import write_memory
+from bundles import WORDS, write_memory
+from models import write_cross_encoder
 from processes import When
 from shell import Shell, run_command
 
@@ -113,6 +114,19 @@ def test_a_folder_of_tables_and_other_settings_of_the_memory(
     assert table["uid"].to_pylist() == [
         str(i) for i in range(ROWS)
     ]  # rows without a uid are counted through all files
+
+
+def test_workers_find_a_reranker_by_a_relative_path(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_cross_encoder(tmp_path / "reranker", WORDS)
+    texts = texts_of(folder / "queries.jsonl")
+    monkeypatch.chdir(tmp_path)
+    predict(folder / "bundle", folder / "queries.jsonl", "r", K, rerank="reranker", workers=1)
+    retriever = Retriever.load(folder / "bundle").reranked_by("reranker")
+    found = [[answer.label_id for answer in answers] for answers in retriever.search(texts, K)]
+    (table,) = (tmp_path / "r").glob("*.parquet")
+    assert pq.read_table(table)["label_id"].to_pylist() == found
 
 
 def test_killed_it_goes_on_with_what_is_finished(
