@@ -357,6 +357,7 @@ def _worker_settings(run: Run, placement: Placement) -> WorkerSettings:
         corpus=run.corpus,
         corpus_sha256=run.corpus_sha256,
         config=run.config.to_dict(),
+        use_gpu=placement.use_gpu,
         threads=placement.threads,
     )
 

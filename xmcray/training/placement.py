@@ -155,6 +155,13 @@ def _use_gpu(cluster: ClusterConfig, nodes: Nodes, min_workers: int) -> bool:
     gpus = nodes.possible_room(one_gpu)
     if gpus is None:
         gpus = nodes.room(one_gpu)
+    if 0 < gpus < min_workers:
+        logger.warning(
+            "the cluster has GPUs for %d of %d workers, so they train on CPUs; --workers %d takes GPUs",
+            gpus,
+            min_workers,
+            gpus,
+        )
     return gpus >= min_workers
 
 

@@ -35,6 +35,7 @@ class WorkerSettings:
         corpus: absolute path or URL.
         corpus_sha256: hash of the corpus.
         config: of `RunConfig.to_dict`.
+        use_gpu: whether the worker has a GPU.
         threads: torch threads of the worker.
     """
 
@@ -43,6 +44,7 @@ class WorkerSettings:
     corpus: str
     corpus_sha256: str
     config: dict[str, Any]
+    use_gpu: bool
     threads: int
 
 
@@ -69,8 +71,8 @@ def _train(settings: WorkerSettings) -> dict[str, Any]:
     run = Run(Path(settings.run), settings.run_id, config, settings.corpus, settings.corpus_sha256)
     if noted_mistake(run) is not None:
         return {}
-    use_gpu = torch.cuda.is_available() and config.cluster.device != "cpu"
-    device = torch.device("cuda" if use_gpu else "cpu")
+    # A worker sees all GPUs of its node, also if it has reserved none of them.
+    device = torch.device("cuda" if settings.use_gpu else "cpu")
     stall_s = config.cluster.stall_s
     say = Interruptions(run.path, stall_s).note
     try:

@@ -81,6 +81,18 @@ def test_index_actors_share_the_gpus_of_trainers_that_take_all_and_reserve_nothi
     assert not place(config(), marked, 4).shared_gpus
 
 
+def test_workers_without_gpus_next_to_gpus_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert not place(config(workers=5), fixed(g=GPU), 0).use_gpu
+    assert "GPUs for 4 of 5 workers, so they train on CPUs; --workers 4 takes GPUs" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        place(config(device="cpu"), fixed(g=GPU), 0)
+        place(config(), fixed(g=GPU), 0)
+        place(config(), fixed(c=CPU), 0)
+    assert not caplog.text
+
+
 def test_what_is_lacking_is_one_line() -> None:
     for settings, nodes, message in (
         (
