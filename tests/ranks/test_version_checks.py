@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -61,3 +62,27 @@ def test_all_ranks_refuse_what_one_of_them_finds_altered(tmp_path: Path) -> None
     errors = [error for _, error in on_ranks(check_on_rank, 2, version.path)]
     assert errors[0] == errors[1]
     assert "clusters.npy was altered after it was written" in errors[0]
+
+
+def check_in_own_view(path: Path) -> str:
+    """The error that this rank meets if complete.json appears on its node later than on rank 0's."""
+    os.environ["LOCAL_RANK"] = "0"  # each rank has a node of its own
+    folder = VersionFolder(path / f"node-{collectives.rank()}" / "v00000-0000")
+    complete = folder.path / "complete.json"
+    hidden = folder.path / "hidden"
+    if collectives.rank() == 1:
+        complete.rename(hidden)
+    with pytest.MonkeyPatch.context() as patch:
+        # The file appears while the rank waits.
+        patch.setattr("time.sleep", lambda seconds: hidden.rename(complete))
+        try:
+            VersionChecks().checked(folder).shortlist()
+        except ShortlistError as error:
+            return str(error)
+    return ""
+
+
+def test_a_node_waits_for_a_version_that_its_file_system_still_hides(tmp_path: Path) -> None:
+    version = complete_version(tmp_path / "node-0")
+    shutil.copytree(version.path, tmp_path / "node-1" / version.path.name)
+    assert on_ranks(check_in_own_view, 2, tmp_path) == ["", ""]

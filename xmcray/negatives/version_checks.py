@@ -1,8 +1,13 @@
-"""Each node hashes a finished version once, while training goes on, before any rank reads it."""
+"""Each node hashes a finished version once, while training goes on, before any rank reads it.
+
+Rank 0 sees that a version is complete. A network file system may hide its new files from other nodes
+for a minute, so they wait for them.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 from xmcray.errors import ShortlistError, XmcrayError
@@ -10,6 +15,8 @@ from xmcray.negatives.version_folder import VersionFolder
 from xmcray.parallel import collectives
 
 _POLL_S = 1.0  # of what is only looked for
+_WAITING_POLL_S = 0.1
+_HIDDEN_S = 90.0  # by default NFS asks for changes of a folder after 60 s at the latest
 
 
 class VersionChecks:
@@ -54,6 +61,8 @@ class _Check(threading.Thread):
         # A daemon thread does not keep an interrupted process alive.
         super().__init__(name="xmcray-version-check", daemon=True)
         self._folder = folder
+        # Rank 0 was the one to see the version, or nothing is there that could be hidden.
+        self._hidden_s = _HIDDEN_S if collectives.rank() > 0 else 0.0
         self._is_due = threading.Event()
         self._message: str | None = None
         self.start()
@@ -68,7 +77,14 @@ class _Check(threading.Thread):
         while not (self._folder.complete or self._is_due.wait(_POLL_S)):
             if self._folder.withdrawn:
                 return
+        self._wait_for_hidden()
         try:
             self._folder.check()
         except (XmcrayError, OSError) as error:
             self._message = str(error)
+
+    def _wait_for_hidden(self) -> None:
+        """Waits until this node sees a version that another one has seen to be complete."""
+        deadline = time.monotonic() + self._hidden_s
+        while not self._folder.complete and time.monotonic() < deadline:
+            time.sleep(_WAITING_POLL_S)
