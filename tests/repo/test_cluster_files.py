@@ -45,6 +45,8 @@ def test_ray_takes_the_cluster_files(name: str, tmp_path: Path) -> None:
     assert f"ray[data,serve,train,tune]=={RAY}" in commands
     assert values["available_node_types"]["head"]["resources"] == {"CPU": 0}
     assert "chmod 600 ~/.ray/auth_token" in values["setup_commands"]
+    (mount,) = [command for command in values["setup_commands"] if "mount -t nfs" in command]
+    assert ",acdirmin=1,acdirmax=1 " in mount, "nodes see each other's files at once"
     assert [
         local
         for local in values["file_mounts"].values()
