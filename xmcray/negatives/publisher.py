@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.version_folder import QueryBlock
 from xmcray.parallel import collectives
 from xmcray.storage.manifest import hash_file
-from xmcray.types import Float32Array
+from xmcray.types import Float32Array, Int64Array
 
 _BLOCK_BYTES = 16 << 20  # vectors that are collected before they are written
+
+
+@dataclass(frozen=True, slots=True)
+class _StepQueries:
+    """A query block whose vectors are still on their device.
+
+    Attributes:
+        ids: as in `QueryBlock`.
+        vectors: float32 [B, D].
+        extra: as in `QueryBlock`.
+    """
+
+    ids: Int64Array
+    vectors: Tensor
+    extra: Int64Array
 
 
 class Publisher:
@@ -37,10 +54,22 @@ class Publisher:
         self.index_rows = index_rows
         self.first_label = first_label
         self.writer = BackgroundWriter(ledger)
-        self._collected: list[QueryBlock] = []
+        self._collected: list[_StepQueries | QueryBlock] = []
 
-    def collect(self, block: QueryBlock) -> None:
-        """Adds query vectors."""
+    def collect(self, ids: Int64Array, vectors: Tensor, extra: Int64Array) -> None:
+        """Adds the query vectors of a step, without waiting for their device.
+
+        Args:
+            ids: int64 [B], query ids.
+            vectors: [B, D].
+            extra: as in `QueryBlock`.
+        """
+        # A copy, because vectors may be part of a tensor that is much larger, and which the step frees.
+        own_vectors = vectors.detach().to(torch.float32, copy=True)
+        self._collected.append(_StepQueries(ids, own_vectors, extra))
+
+    def restore(self, block: QueryBlock) -> None:
+        """Adds a block that was pending at a checkpoint."""
         self._collected.append(block)
 
     @property
@@ -52,11 +81,15 @@ class Publisher:
     @property
     def pending(self) -> QueryBlock | None:
         """What is collected and not yet given to the writer; None if there is nothing."""
-        return QueryBlock.concatenate(self._collected) if self._collected else None
+        return self._joined() if self._collected else None
+
+    def _joined(self) -> QueryBlock:
+        """All that is collected, as one block on the host."""
+        return QueryBlock.concatenate([_on_host(queries) for queries in self._collected])
 
     def flush(self, version: int, step: int) -> None:
         """Queues what is collected up to a step to be written."""
-        block = QueryBlock.concatenate(self._collected)
+        block = self._joined()
         self._collected.clear()
         folder = self.ledger.version(version)
         rank = collectives.rank()
@@ -125,6 +158,13 @@ class BackgroundWriter:
             previous.result()  # after an error no later job runs: the ledger stays as it is
         for path in job():
             self.hashes[self._ledger.name_of(path)] = hash_file(path).sha256
+
+
+def _on_host(queries: _StepQueries | QueryBlock) -> QueryBlock:
+    """The block of a step; waits for its device."""
+    if isinstance(queries, QueryBlock):
+        return queries
+    return QueryBlock(queries.ids, queries.vectors.cpu().numpy(), queries.extra)
 
 
 def to_numpy(tensor: Tensor) -> Float32Array:

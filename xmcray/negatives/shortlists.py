@@ -22,7 +22,7 @@ from xmcray.data.batches import QueryClusters
 from xmcray.errors import ShortlistError
 from xmcray.negatives.ledger import Ledger, version_of
 from xmcray.negatives.plan import NegativesConfig
-from xmcray.negatives.publisher import Publisher, to_numpy
+from xmcray.negatives.publisher import Publisher
 from xmcray.negatives.refresh import Refresher
 from xmcray.negatives.version_checks import VersionChecks
 from xmcray.negatives.version_folder import QueryBlock, VersionFolder
@@ -144,12 +144,7 @@ class ShortlistFeed:
         with self._blocking():
             own = slice(batch.start, batch.stop)
             num_forbidden = batch.positives.lengths + batch.excluded.lengths
-            block = QueryBlock(
-                ids=batch.query_ids[own],
-                vectors=to_numpy(query_BD),
-                extra=num_forbidden[own],
-            )
-            self._publisher.collect(block)
+            self._publisher.collect(batch.query_ids[own], query_BD, num_forbidden[own])
             ends_epoch = (batch.step + 1) % self.steps_per_epoch == 0
             if ends_epoch:
                 folder = self._publisher.publish(version, batch.step)
@@ -211,7 +206,7 @@ class ShortlistFeed:
         if not self.active:
             return
         for block in pending:
-            self._publisher.collect(block)
+            self._publisher.restore(block)
         if collectives.rank() == 0:
             self._restore_ledger(state.get("inputs", {}), state.get("published", []))
         collectives.broadcast_int(0)  # no rank reads the ledger before rank 0 has restored it

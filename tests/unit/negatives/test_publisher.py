@@ -34,7 +34,7 @@ def test_later_steps_do_not_change_what_was_published(tmp_path: Path) -> None:
         return []
 
     publisher.writer.put(wait)
-    publisher.collect(block_of([4, 2]))
+    publisher.restore(block_of([4, 2]))
     publisher.publish(0, step=9)
     rows += 100
     assert not ledger.version(0).published

@@ -98,6 +98,13 @@ def test_each_epoch_gets_its_version(tmp_path: Path) -> None:
     feed.close()
 
 
+def test_a_step_does_not_wait_for_the_vectors_that_are_collected(tmp_path: Path) -> None:
+    feed = feed_in(tmp_path, FakeRefresher())
+    # On the device "meta" there are no values that could be read.
+    feed.after_step(batch_of(0), torch.empty(QUERIES, 2, device="meta"))
+    feed.close()
+
+
 def test_a_block_says_how_many_labels_each_query_may_not_have(tmp_path: Path) -> None:
     feed = feed_in(tmp_path, FakeRefresher())
     versions_of(feed, STEPS_PER_EPOCH)
