@@ -141,11 +141,14 @@ CASES = {
     # All rows of a transformer's token table are updated, so nothing is counted.
     "transformer": Case("astra", 0, 5, 340, corpus="model-corpus"),
     "dexml, transformer": Case("dexml", 0, 5, 380, corpus="model-corpus"),
+    # The vectors of a batch are looked up on the host, and copied.
+    "frozen transformer": Case("astra", 0, 4, 80, ("encoder.frozen=true",), corpus="model-corpus"),
     "transformer, ranks": Case(
         "astra", 0, 5, 360, ranks=3, exchanged=64_000, corpus="model-corpus"
     ),
 }
 TRANSFORMERS = [name for name, case in CASES.items() if case.corpus == "model-corpus"]
+LEARNING = [name for name in TRANSFORMERS if "encoder.frozen=true" not in CASES[name].settings]
 SERVED = [
     "astra",
     "renee",

@@ -20,6 +20,7 @@ from corpora import planted_corpus
 from gpu_cases import (
     CASES,
     COMMON,
+    LEARNING,
     NUM_LABELS,
     OF_A_RANK,
     RESUMED,
@@ -107,7 +108,7 @@ def test_a_step_keeps_its_budget(results: Any, name: str) -> None:
         assert sum(counts.values()) <= getattr(case, kind), (kind, counts)
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("name", LEARNING)
 def test_a_transformer_computes_in_bfloat16_and_is_updated_by_one_kernel(
     results: Any, name: str
 ) -> None:

@@ -158,7 +158,8 @@ class TransformerEncoder(Encoder):
         """[B, H], pooled states of texts, before projection and normalisation."""
         lookup = self.model.get_input_embeddings()
         if self.encoded_texts is not None:
-            return self.encoded_texts(tokens).to(lookup.weight)
+            (pooled_BH,) = to_device([self.encoded_texts(tokens)], lookup.weight.device)
+            return pooled_BH.to(lookup.weight.dtype)
         device: torch.device = lookup.weight.device
         call_tokens, max_tokens = self.call_costs(device)
         is_packed = self.packed and tokens.lengths.max(initial=0) <= self.longest_packed

@@ -403,9 +403,9 @@ class _Window:
         self._last_time = now
         self.steps += 1
         self.queries += num_queries
-        # The sum stays on the device: to read it would wait for the whole step.
-        loss = output.total.detach().double() / output.divisor
-        self.loss = self.loss.to(loss.device) + loss
+        # The sum stays on the device: to read it would wait for the whole step. The first sum adds a
+        # number of the host, which needs no copy.
+        self.loss = self.loss + output.total.detach().double() / output.divisor
 
     def pause(self) -> None:
         """Leaves out the time since the last step."""
