@@ -105,12 +105,46 @@ def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: Refre
     if not missing:
         return
     rows = folder.read_rows(part.start, part.stop)
+    gpu = _free_gpu(rows, spec)
+    try:
+        _search_missing(folder, part, rows, missing, spec, gpu)
+        return
+    except torch.OutOfMemoryError:
+        if gpu is None or not spec.shares_gpu:
+            raise
+    # Here, and not in the handler: while the error lives, so do the tensors of the attempt.
+    logger.warning(
+        "an index of hard negatives is searched on the CPU: a trainer has taken the memory of device %d",
+        gpu,
+    )
+    torch.cuda.empty_cache()
+    _search_missing(folder, part, rows, missing, spec, None)
+
+
+def _search_missing(
+    folder: VersionFolder,
+    part: LabelPartition,
+    rows: Float32Array,
+    missing: list[str],
+    spec: RefreshSpec,
+    gpu: int | None,
+) -> None:
+    """Builds an index, and searches the query blocks that have no hits yet.
+
+    Args:
+        folder: the version.
+        part: labels of the shard.
+        rows: float32 [S, D], their vectors.
+        missing: names of these blocks.
+        spec: settings.
+        gpu: device of the index; None for the CPU.
+    """
     tuning_queries = _sample(folder, _TUNING_QUERIES, spec.seed)
     index = build_index(
         rows,
         IndexSpec(factory=spec.negatives.index, seed=spec.seed),
         threads=spec.threads,
-        gpu=_free_gpu(rows, spec),
+        gpu=gpu,
         queries=tuning_queries,
     )
     names = folder.query_blocks

@@ -4,13 +4,18 @@ what the older one would have found.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from corpora import planted_corpus
 
 from xmcray.data.batches import DataConfig, TrainingData
+from xmcray.negatives import refresh
 from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.refresh import (
@@ -83,3 +88,37 @@ def test_only_the_blocks_that_a_killed_actor_did_not_merge_are_merged_again(tmp_
     assert merged.stat().st_ino == before.st_ino
     complete_version(killed, data, spec)
     np.testing.assert_array_equal(killed.shortlist().labels, expected.shortlist().labels)
+
+
+@pytest.mark.parametrize("shares_gpu", [True, False])
+def test_a_shard_whose_device_is_full_is_searched_on_the_cpu(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    shares_gpu: bool,
+) -> None:
+    data = TrainingData(planted_corpus(tmp_path / "data"), DataConfig())
+    on_cpu = RefreshSpec(1, NegativesConfig(hard=5, start_epoch=2), 0)
+    expected = published(tmp_path / "expected", data)
+    run_version(expected, data, on_cpu)
+    build = refresh.build_index
+
+    def build_without_room(*args: Any, gpu: int | None, **settings: Any) -> Any:
+        if gpu is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return build(*args, gpu=gpu, **settings)
+
+    monkeypatch.setattr(refresh, "build_index", build_without_room)
+    # There was room when the actor looked.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
+    on_gpu = dataclasses.replace(on_cpu, gpu=0, shares_gpu=shares_gpu)
+    folder = published(tmp_path / "full", data)
+    if not shares_gpu:
+        with pytest.raises(torch.OutOfMemoryError):
+            run_version(folder, data, on_gpu)
+        return
+    with caplog.at_level(logging.WARNING):
+        run_version(folder, data, on_gpu)
+    assert "a trainer has taken the memory of device 0" in caplog.text
+    np.testing.assert_array_equal(folder.shortlist().labels, expected.shortlist().labels)
