@@ -27,6 +27,16 @@ def test_links_of_the_readme_lead_somewhere() -> None:
     assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
 
 
+def test_links_of_the_pages_lead_somewhere() -> None:
+    """In the view of a repository, which has no pages that the site generates."""
+    dead = []
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        links = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+        own = [link for link in links if "://" not in link]
+        dead += [f"{page.name}: {link}" for link in own if not (page.parent / link).exists()]
+    assert dead == []
+
+
 def test_numbers_of_the_readme_are_measured_or_quoted() -> None:
     """Each percentage of the results table stands in the measured table or among the floors."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
