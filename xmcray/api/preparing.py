@@ -160,8 +160,9 @@ def _name_of(source: Location) -> str:
     if str(source).startswith(hub.PREFIX):
         # The folder of the download is named by a commit.
         return hub.HubPath.parse(str(source)).repo_id.split("/")[1]
-    # The absolute path, because "." has no name.
-    return Path(source).absolute().name
+    from xmcray.data.formats.base import folder_name
+
+    return folder_name(Path(source))
 
 
 def _append(

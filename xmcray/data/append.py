@@ -43,6 +43,11 @@ class AppendedFiles(RawFiles):
     label_ids: Int64Array
 
     @property
+    def name(self) -> str:
+        """The name of the folder that the corpus was made from."""
+        return self.card.source
+
+    @property
     def num_labels(self) -> int:
         """Labels of the corpus and new ones, which have the ids after those of the corpus."""
         return max(self.card.num_labels, int(self.label_ids.max()) + 1)

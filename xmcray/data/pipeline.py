@@ -90,7 +90,7 @@ def prepare(
     config = PrepareConfig(**settings)
     about = {
         "name": name,
-        "source": source.path.name,
+        "source": source.name,
         "format": source.format,
         "licence": licence,
         **asdict(config),
@@ -155,7 +155,7 @@ def append(
     tokenizer = corpus.tokenizer()
     label_ids = match_labels(corpus, new, on_error == "skip")
     source = appended_files(corpus, new, label_ids)
-    about = {**manifest.about, "appended": new.path.absolute().name, "appended_to": manifest.sha256}
+    about = {**manifest.about, "appended": new.name, "appended_to": manifest.sha256}
     # Rows that are appended stay, also if earlier ones were left out.
     about["on_leak"] = config.on_leak
     linked: dict[str, FileEntry] = {}

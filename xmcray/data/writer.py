@@ -229,7 +229,7 @@ class CorpusWriter:
         num_positives = int(self.counts["train"].sum())
         return Card(
             name=self.name,
-            source=self.source.path.name,
+            source=self.source.name,
             format=self.source.format,
             licence=self.licence,
             num_train=num_train,

@@ -276,3 +276,21 @@ def test_a_file_that_keeps_its_name_and_time_is_read_anew(tmp_path: Path) -> Non
         os.utime(source / "train.parquet", (0, 0))
         raw = raw_files(source, tmp_path / text)
         assert [query for _, query, _ in queries(raw)] == [text]
+
+
+def test_a_folder_above_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[tuple[str, str]] = []
+
+    def prepare(source: RawFiles, out: str, name: str, **_: Any) -> None:
+        prepared.append((source.name, name))
+
+    monkeypatch.setattr(pipeline, "prepare", prepare)
+    write_table(tmp_path / "words" / "train.parquet", {"text": ["a"], "labels": ["b"]})
+    write_table(tmp_path / "words" / "labels.parquet", {"uid": ["b"], "text": ["b"]})
+    (tmp_path / "words" / "inside").mkdir()
+    monkeypatch.chdir(tmp_path / "words" / "inside")
+    for options in ({"format": "datasets"}, {}):
+        api.prepare("..", tmp_path / "out", **options)
+    monkeypatch.chdir(tmp_path / "words")
+    api.prepare(".", tmp_path / "out")
+    assert prepared == [("words", "words")] * 3

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xmcray.config import unknown
-from xmcray.data.formats.base import BadRow, Format, OnBad, Row, find, read_filters
+from xmcray.data.formats.base import BadRow, Format, OnBad, Row, find, folder_name, read_filters
 from xmcray.data.formats.json_lines import JSONL, LF, TEVATRON, Records
 from xmcray.data.formats.tables import HUGGINGFACE, PARQUET
 from xmcray.data.formats.texts import BOW, DEXML, PECOS, RENEE, SPARSE
@@ -53,6 +53,11 @@ class RawFiles:
     format: str
     path: Path
     splits: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of their folder."""
+        return folder_name(self.path)
 
     def first_shard(self, split: str, shard_rows: int) -> int:
         """Number of the shard that the first row of a split (or of "labels") belongs to."""

@@ -149,6 +149,12 @@ class Format(Protocol):
         ...
 
 
+def folder_name(folder: Path) -> str:
+    """The name of a folder; a link has its own one."""
+    # "." and ".." are no names.
+    return folder.name if folder.name not in ("", "..") else folder.resolve().name
+
+
 def find(folder: Path, pattern: str) -> list[Path]:
     """Files for the first alternative of "a|b" that exists, as it is or with .gz.
 
