@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "test", "labels")
 _BATCH_ROWS = 16_384
+# In CSV, only a blank cell is empty. The default also drops texts and labels such as "NA" and "None".
+_CSV_OPTIONS = {"keep_default_na": False, "na_values": [""]}
 _QUERY_FIELDS = {"uid": pa.string(), "text": pa.string(), "labels": pa.list_(pa.string())}
 _LABEL_SCHEMA = pa.schema({"uid": pa.string(), "text": pa.string()})
 
@@ -141,6 +143,8 @@ class HubTables:
         def builder_of(configuration: str | None) -> Any:
             if configuration not in builders:
                 builder = load_dataset_builder(path, configuration, **options)
+                if getattr(builder.config, "keep_default_na", False):
+                    builder = load_dataset_builder(path, configuration, **options, **_CSV_OPTIONS)
                 builder.download_and_prepare()
                 builders[configuration] = builder
             return builders[configuration]

@@ -294,3 +294,12 @@ def test_a_folder_above_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path / "words")
     api.prepare(".", tmp_path / "out")
     assert prepared == [("words", "words")] * 3
+
+
+def test_words_of_csv_that_look_like_no_value_are_kept(tmp_path: Path) -> None:
+    source = tmp_path / "set"
+    source.mkdir()
+    lines = ["text,labels,clicks", "None,NA,1", "windhoek,,2", "nan,null,", ""]
+    (source / "train.csv").write_text("\n".join(lines))
+    raw = raw_files(source, tmp_path / "raw", relevance="clicks")
+    assert queries(raw) == [("0", "None", ["NA"]), ("1", "windhoek", []), ("2", "nan", ["null"])]
