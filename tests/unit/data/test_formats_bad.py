@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,12 @@ def test_arbitrary_bytes_raise_nothing_but_data_errors(
         with contextlib.suppress(DataError):
             for row in rows():
                 assert not isinstance(row, Row) or (set(row.label_ids) <= {0, 1} and row.uid)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_utf_16_is_named(tmp_path: Path, encoding: str, pack: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / ("lines.gz" if pack is gzip.compress else "lines")
+    path.write_bytes(pack("\ufeffone\ntwo\n".encode(encoding)))
+    with pytest.raises(DataError, match="is UTF-16, expected UTF-8"):
+        list(base.read_lines(path))

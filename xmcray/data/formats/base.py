@@ -25,6 +25,7 @@ MAX_LINE = 64 << 20  # bytes of one line, unpacked
 FREE_BYTES = 4 << 20  # a file may unpack to this much whatever its packed size
 MAX_RATIO = 200  # beyond that, unpacked bytes per packed byte; texts reach 30
 _UTF8_MARK = b"\xef\xbb\xbf"  # the byte order mark that some editors write
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _Raw = TypeVar("_Raw")
 _Parsed = TypeVar("_Parsed")
@@ -194,14 +195,18 @@ def read_lines(path: Path) -> Iterator[bytes]:
     r"""Lines of a plain or gzip file without their "\n"; the last line may lack it.
 
     Raises:
-        DataError: missing, unreadable, truncated, a line above 64 MB, or a decompression bomb.
+        DataError: missing, unreadable, truncated, UTF-16, a line above 64 MB, or a decompression bomb.
     """
     try:
         is_packed = path.suffix == ".gz"
         with path.open("rb") as packed, gzip.open(packed) if is_packed else packed as file:
             num_bytes = 0
-            if file.peek(len(_UTF8_MARK)).startswith(_UTF8_MARK):
+            start = file.peek(len(_UTF8_MARK))
+            if start.startswith(_UTF8_MARK):
                 file.read(len(_UTF8_MARK))
+            if start.startswith(_UTF16_MARKS):
+                # Most of its lines would be valid UTF-8, with a zero after each letter.
+                raise DataError(f"{path} is UTF-16, expected UTF-8; save it as UTF-8")
             while line := file.readline(MAX_LINE + 1):
                 num_bytes += len(line)
                 # Compared with what was read so far: a bomb is stopped where it begins.
