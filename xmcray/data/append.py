@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from xmcray.data.corpus import Card, Corpus, Split
 from xmcray.data.formats import BadRow, OnBad, RawFiles, Row
+from xmcray.data.formats.json_lines import is_named_by_titles
 from xmcray.data.shards import shard_stem
 from xmcray.data.writer import PrepareConfig
 from xmcray.errors import DataError
@@ -187,13 +188,19 @@ def appended_files(corpus: Corpus, new: RawFiles, label_ids: Int64Array) -> Appe
         label_ids: see `match_labels`.
 
     Raises:
-        DataError: there are side vectors.
+        DataError: there are side vectors, or texts of another kind.
     """
     card = corpus.card
     if card.side_width or new.side_width():
         owner = corpus.path if card.side_width else new.path
         raise DataError(
             f"{owner} has side vectors, which --append does not carry; prepare all raw files anew"
+        )
+    is_lf = card.format == new.format == "lf"
+    if is_lf and "title" in card.source.lower() and not is_named_by_titles(new.path):
+        raise DataError(
+            f"{corpus.path} has titles alone, as the name of {card.source} says, but {new.path} would be"
+            " read with contents; put 'titles' into the name of the folder too"
         )
     return AppendedFiles(
         format=card.format,

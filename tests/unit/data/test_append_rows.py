@@ -199,3 +199,18 @@ def test_removed_labels_are_read_as_other_text_files(
     (new_raw / name).write_text('{"uid": null}')
     with pytest.raises(DataError, match=r'write {"uid": \.\.\.} a line|gzip'):
         appended(old, new_raw, tmp_path / "c3")
+
+
+def test_contents_are_not_appended_to_titles(tmp_path: Path) -> None:
+    query = {"title": "a", "content": "long", "target_ind": [0]}
+    folders = []
+    for name in ("LF-Titles", "new", "new-titles"):
+        folder = write_json_lines(tmp_path / name, lbl=[{"title": "red"}], trn=[query])
+        for path in folder.iterdir():
+            path.rename(path.with_suffix(".json"))
+        folders.append(folder)
+    old = corpus_of(folders[0], tmp_path / "c1")
+    with pytest.raises(DataError, match="has titles alone, as the name of LF-Titles says"):
+        appended(old, folders[1], tmp_path / "c2")
+    grown = appended(old, folders[2], tmp_path / "c2")
+    assert grown.split("train").texts(np.arange(2)) == ["a", "a"]

@@ -283,7 +283,7 @@ class Records:
 
     def _fields(self, folder: Path, fields: Fields) -> Fields:
         # Releases for titles contain the same file with contents, which the papers do not use.
-        if self.title_rule and _is_named_by_titles(folder):
+        if self.title_rule and is_named_by_titles(folder):
             return Fields(text="title", parts=(), labels=fields.labels, relevance=fields.relevance)
         return fields
 
@@ -337,7 +337,7 @@ TEVATRON = Records(
 )
 
 
-def _is_named_by_titles(folder: Path) -> bool:
+def is_named_by_titles(folder: Path) -> bool:
     """Whether the name of a data set has "title" in it, also behind a link or on the hub."""
     names = [folder.absolute().name, folder.resolve().name]
     if folder.parent.name == "snapshots":
