@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from xmcray import config as configs
+from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import RunError, readable
 from xmcray.storage.whole_files import read_json, write_json
@@ -161,7 +162,7 @@ class Study:
             methods: that are allowed.
             overrides: settings of all trials, by dotted name.
         Raises:
-            ConfigError: a method does not accept the overrides.
+            ConfigError: a method does not accept the overrides, or no query is held out.
             RunError: the folder holds another study.
         """
         file = path / "auto.json"
@@ -181,11 +182,15 @@ class Study:
                 )
             return cls(path, corpus, chosen, Clock(path / "clock.json"))
         chosen = []
+        splits = set()
         for candidate in candidates(corpus, methods):
             values = {**candidate.values, **overrides}
             # Refused here, before anything is trained.
-            RunConfig.resolve(candidate.method, nested(values))
+            settings = configs.overlay(_held_out(corpus), nested(values))
+            splits.add(RunConfig.resolve(candidate.method, settings).data)
             chosen.append(dataclasses.replace(candidate, values=values))
+        for split in splits:
+            TrainingData(corpus, split).check_held_out()
         plain = [dataclasses.asdict(candidate) for candidate in chosen]
         write_json(file, {**wanted, "candidates": plain})
         return cls(path, corpus, chosen, Clock(path / "clock.json"))
@@ -194,10 +199,8 @@ class Study:
         """The trials of a method."""
         folder = self.path / "sweeps" / method
         folder.mkdir(parents=True, exist_ok=True)
-        low, high = _SHARES
-        share = min(max(_HELD_OUT / self.corpus.card.num_train, low), high)
         settings = {
-            "data": {"validation": round(share, 3)},
+            **_held_out(self.corpus),
             "cluster": {"workers": 0, "threads_per_process": threads_of_lane()},
             "log": {"every": _LOG_EVERY, "keep": 1},
         }
@@ -262,6 +265,13 @@ class Study:
             if rival is None or score_of(attempt) > score_of(rival):
                 best[method] = attempt
         return [best[method] for method in METHODS if method in best]
+
+
+def _held_out(corpus: Corpus) -> dict[str, Any]:
+    """The setting by which all trials hold the same queries out."""
+    low, high = _SHARES
+    share = min(max(_HELD_OUT / corpus.card.num_train, low), high)
+    return {"data": {"validation": round(share, 3)}}
 
 
 def score_of(attempt: Attempt) -> float:

@@ -296,6 +296,10 @@ def test_presets_of_about_the_size_come_first(monkeypatch: pytest.MonkeyPatch) -
         ("--budget soon", "budget is 'soon', expected a time such as 90s, 20m or 2h"),
         ("--methods astro", "astro"),
         ("--set optim.epoch=3", "optim.epoch"),
+        (
+            "--set data.validation=0",
+            "data.validation=0 and data.validation_from=0 hold out no query with a positive",
+        ),
     ],
 )
 def test_mistakes_are_one_line(
