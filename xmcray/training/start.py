@@ -14,6 +14,7 @@ Hard negatives are not taken over: their index is built anew.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from xmcray import config as configs
 from xmcray.data.batches import TrainingData
-from xmcray.data.corpus import Corpus
+from xmcray.data.corpus import Corpus, Split
 from xmcray.errors import ConfigError, DataError
 from xmcray.methods.registry import method_entry
 from xmcray.nn.label_side import load_label_side
@@ -42,6 +43,8 @@ from xmcray.training.loop import Setup, build
 from xmcray.training.outcome import bundle_of
 from xmcray.training.run import SELECTION, START, Run, RunConfig
 from xmcray.types import Float32Array, Int64Array, id_blocks
+
+logger = logging.getLogger(__name__)
 
 _SOME_LABELS = 1024
 # Settings of the encoder that do not decide what its trained weights mean.
@@ -79,6 +82,18 @@ def settings_from(source: Run, method_name: str, corpus: Corpus) -> dict[str, An
     queries = corpus.split("train")
     if _begins_with(queries.uids, old.split("train").uids, num_old, len(queries)):
         values["data"]["validation_from"] = num_old
+        return values
+    num_known = _num_shared(queries, old.split("train"))
+    if num_known:
+        logger.warning(
+            "%d of %d training queries were trained on by %s, and are not the first ones of %s, so"
+            " they may be held out, and metrics of held-out queries too good; make the corpus with"
+            " `xmcray prepare --append`",
+            num_known,
+            len(queries),
+            source.path,
+            corpus.path,
+        )
     return values
 
 
@@ -207,6 +222,14 @@ def _begins_with(names: _Names, old_names: _Names, num_old: int, num_rows: int) 
     if num_rows < num_old:
         return False
     return all(names(ids) == old_names(ids) for ids in id_blocks(num_old))
+
+
+def _num_shared(queries: Split, old: Split) -> int:
+    """How many queries are also among older ones, by uid."""
+    old_uids: set[str] = set()
+    for ids in id_blocks(len(old)):
+        old_uids.update(old.uids(ids))
+    return sum(uid in old_uids for ids in id_blocks(len(queries)) for uid in queries.uids(ids))
 
 
 def _carry(

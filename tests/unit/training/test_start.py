@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from corpora import grown_corpora
+from corpora import corpus_of, grown_corpora
 from processes import kill_here, run_killed
 from safetensors.torch import load_file
 from shell import Shell, run_command, set_options
@@ -20,6 +21,7 @@ from xmcray.retrieval.labels import NewLabel, add_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.checkpoint import row_blocks
 from xmcray.training.run import Run
+from xmcray.training.start import settings_from
 from xmcray.training.step import Stepper
 
 NUM_OLD = 15  # labels
@@ -116,6 +118,23 @@ def test_new_labels_and_queries_are_new_to_the_run(
     held_out = TrainingData(new, config.data).validation_rows
     assert len(held_out) > 0
     assert held_out.min() >= old.card.num_train
+
+
+def test_queries_that_were_trained_on_and_may_be_held_out_are_counted(
+    corpora: tuple[Corpus, Corpus], astra: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = corpora
+    raw = tmp_path / "raw"
+    shutil.copytree(old.path.parent / "old", raw)
+    lines = (raw / "train.jsonl").read_text().splitlines(keepends=True)
+    (raw / "train.jsonl").write_text("".join(lines[::-1]))
+    turned = corpus_of(raw, tmp_path / "corpus", tokenizer=old.tokenizer())
+    num_train = old.card.num_train
+    assert settings_from(astra, "astra", new)["data"]["validation_from"] == num_train
+    assert not caplog.messages
+    assert settings_from(astra, "astra", turned)["data"]["validation_from"] == 0
+    [message] = caplog.messages
+    assert message.startswith(f"{num_train} of {num_train} training queries were trained on by ")
 
 
 @pytest.mark.parametrize("moment", ["start", "early", "late"])
