@@ -218,6 +218,12 @@ class Loop:
 
     def _train(self) -> dict[str, Any]:
         started = time.perf_counter()
+        held_out = self.setup.data.validation_rows
+        if self.config.data.validation and not len(held_out) and collectives.rank() == 0:
+            logger.warning(
+                "data.validation=%g holds out no query, so nothing is measured during the training",
+                self.config.data.validation,
+            )
         first_step = self._restore()
         # Set-up and restore have a longer one.
         collectives.set_time_limit(self.config.exchange_limit_s)

@@ -148,6 +148,17 @@ def test_something_is_held_out_where_it_decides(
         assert not (tmp_path / "out").exists()
 
 
+def test_a_training_that_holds_nothing_out_says_so(
+    corpora: dict[str, Corpus], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for share, is_said in ((0.01, True), (0.0, False), (0.2, False)):
+        caplog.clear()
+        settings = [*SETTINGS, f"data.validation={share}"]
+        config = RunConfig.resolve("astra", {}, settings)
+        train(corpora["three"].path, tmp_path / f"{share}", config)
+        assert any("holds out no query" in message for message in caplog.messages) == is_said
+
+
 def test_rows_in_bfloat16_are_refused_in_float64(
     corpora: dict[str, Corpus], tmp_path: Path
 ) -> None:
