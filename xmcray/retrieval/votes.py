@@ -253,10 +253,12 @@ def rank_votes(
     query_F, place_F = np.nonzero((fallback.ids >= 0) & ~has_vote_BK)
     # Votes are positive. A label that follows is ranked by its place, as a negative number, because
     # its score may be larger than any vote if label vectors are long.
+    rank_scores = np.concatenate([share[voted], -1.0 - place_F])
     top = TopLabels.from_pairs(
         np.concatenate([query_P, query_F]),
         np.concatenate([label_P, fallback.ids[query_F, place_F]]),
-        np.concatenate([share[voted], -1.0 - place_F]),
+        # Ranked as they are returned: of scores that are equal then, the lower id comes first.
+        rank_scores.astype(np.float32),
         num_queries,
         k,
     )

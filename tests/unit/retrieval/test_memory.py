@@ -231,8 +231,9 @@ def test_any_setting_equals_the_formula(planted: PlantedScores, config: MemoryCo
     assert_allclose(found, expected, rtol=1e-9, atol=1e-15)
     for row, probabilities in enumerate(found):
         num_voted = np.count_nonzero(probabilities)
-        order = np.argsort(-probabilities, kind="stable")
-        assert_array_equal(top.ids[row, :num_voted], order[:num_voted])
+        order = np.argsort(-probabilities.astype(np.float32), kind="stable")
+        voted = order[probabilities[order] > 0]
+        assert_array_equal(top.ids[row, :num_voted], voted)
 
         by_product = planted.near.labels.ids[row]
         rest = by_product[probabilities[by_product] == 0]
@@ -667,6 +668,14 @@ class TestCommand:
             assert message in shell.error(command)
 
         assert not never.exists()
+
+
+def test_probabilities_that_are_equal_as_float32_are_ordered_by_label() -> None:
+    """As a file of predictions has them, which must give the same answers."""
+    votes = Votes(np.array([3, 7]), np.array([1 - 1e-9, 1.0]), np.zeros(2))
+    top = rank_votes(votes, 1.0, 2, TopLabels.empty(1), 10)
+    assert top.ids.tolist() == [[3, 7]]
+    assert top.scores.tolist() == [[1.0, 1.0]]
 
 
 def test_labels_without_votes_follow_even_if_their_vectors_are_long() -> None:
