@@ -283,6 +283,7 @@ def sweep(
     and 1 share all counting.
     """
     votes_of: dict[MemoryConfig, Votes] = {}  # by what decides which keys vote
+    fallback = neighbours.fallback or neighbours.labels
     for config in grid:
         inside = 0 < config.weight < 1
         counted = dataclasses.replace(config, weight=0.5) if inside else config
@@ -291,7 +292,7 @@ def sweep(
                 neighbours, positives, counted, num_labels, exclude, hidden
             )
         votes = votes_of[counted]
-        yield config, rank_votes(votes, config.weight, k, neighbours.labels, num_labels)
+        yield config, rank_votes(votes, config.weight, k, fallback, num_labels)
 
 
 def softmax_weights(score_BK: npt.NDArray[np.floating], config: MemoryConfig) -> Float64Array:

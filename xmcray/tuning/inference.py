@@ -289,13 +289,15 @@ def _sweep_memory(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSettin
     for span in spans(num_queries, VOTE_QUERIES):
         query_BD = held_out.query_BD[span]
         excluded = held_out.excluded.slice(span.start, span.stop)
-        labels = held_out.retriever.find_neighbours(
+        near = held_out.retriever.find_neighbours(
             query_BD,
             held_out.k,
             scope=SearchScope(exclude=excluded),
             memory=labels_only,
-        ).labels
-        neighbours = Neighbours(memory.rows.search(query_BD, width, names=names), labels)
+        )
+        queries = memory.rows.search(query_BD, width, names=names)
+        # Labels that were removed are keys, but do not follow those with votes.
+        neighbours = Neighbours(queries, near.labels, fallback=near.fallback)
         results = sweep(
             neighbours,
             memory.positives,

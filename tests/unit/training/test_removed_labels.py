@@ -12,10 +12,16 @@ from bundles import write_memory_of
 from corpora import planted_corpus
 
 from xmcray.data.corpus import KIND, REMOVED, Corpus
+from xmcray.evaluation.metrics import Metrics
+from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.votes import MemoryConfig
 from xmcray.storage.manifest import finish_manifest
 from xmcray.training import fuse as fusing
+from xmcray.training.held_out import held_out_by
 from xmcray.training.outcome import measure, nearest_queries
 from xmcray.tuning.auto_results import evaluate_rows
+from xmcray.tuning.inference import sweep_bundle
+from xmcray.tuning.space import Choice
 from xmcray.types import Ragged
 
 NUM_LABELS = 23
@@ -57,6 +63,26 @@ def test_the_nearest_training_queries_do_not_answer_with_them(corpus: Corpus) ->
     answers = search(np.arange(corpus.card.num_test)).ids
     assert (answers >= 0).any()
     assert not np.isin(answers, REMOVED_LABELS).any()
+
+
+def test_a_sweep_of_a_memory_measures_what_its_bundle_answers(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    # With one key, the nearest of the other labels follow it.
+    bundle = write_memory_of(corpus, tmp_path / "source", dim=8, seed=0)
+    space = {"memory.weight": Choice(values=(0,)), "memory.keys": Choice(values=(1,))}
+
+    swept = sweep_bundle(str(bundle), corpus, space, 1, 0, "P@1")
+
+    retriever = Retriever.load(bundle)
+    rows = held_out_by(str(bundle), {}, corpus).validation_rows
+    train = corpus.split("train")
+    config = MemoryConfig(weight=0, keys=1)
+    k = retriever.num_labels
+    top = retriever.top_labels(train.tokens(rows), k, exclude=train.filters(rows), memory=config)
+    metrics = Metrics.of_corpus(corpus)
+    metrics.update(top, corpus.answerable(train.positives(rows)))
+    assert swept.settings[0].metrics == metrics.result()
 
 
 def test_auto_measures_as_evaluate_does(corpus: Corpus) -> None:
