@@ -19,6 +19,7 @@ from xmcray.storage.manifest import finish_manifest
 from xmcray.training import fuse as fusing
 from xmcray.training.held_out import held_out_by
 from xmcray.training.outcome import measure, nearest_queries
+from xmcray.training.part_weights import WeightSearch
 from xmcray.tuning.auto_results import evaluate_rows
 from xmcray.tuning.inference import sweep_bundle
 from xmcray.tuning.space import Choice
@@ -43,7 +44,7 @@ def test_weights_of_a_fused_bundle_are_chosen_without_them(
 ) -> None:
     truths: list[Ragged] = []
 
-    class NotingSearch(fusing.WeightSearch):
+    class NotingSearch(WeightSearch):
         def __init__(self, corpus: Corpus, candidates: Any, truth: Ragged, *more: Any) -> None:
             truths.append(truth)
             super().__init__(corpus, candidates, truth, *more)
