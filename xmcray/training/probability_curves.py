@@ -44,6 +44,7 @@ PRIOR = 1000  # answers
 GRID = 65  # points of a prior
 UNSEEN = "unseen"  # labels without a training query, and those that join later
 _RIDGE = 1e-4
+_ROUNDING = 1e-5  # of inner products, as a share of the largest
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,10 @@ def _logistic(feature_AF: Float64Array, relevant_A: BoolArray) -> Float64Array:
     """
     mean_F = feature_AF.mean(axis=0)
     deviation_F = feature_AF.std(axis=0)
-    # A feature that is always the same tells nothing; its factor stays 0.
-    deviation_F[deviation_F == 0] = 1.0
+    # A feature that is the same but for rounding tells nothing, as the best inner product where
+    # every query is a label too. Its factor stays near 0, so that rounding decides nothing.
+    is_same_F = deviation_F <= _ROUNDING * np.abs(feature_AF).max(axis=0)
+    deviation_F[is_same_F] = 1.0
     standard_AF = (feature_AF - mean_F) / deviation_F
     sign_A = np.where(relevant_A, 1.0, -1.0)
 

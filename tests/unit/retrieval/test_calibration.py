@@ -176,6 +176,19 @@ def test_a_segment_without_answers_has_the_curve_of_rare_labels() -> None:
     np.testing.assert_allclose(unseen, tail, atol=0.02)
 
 
+def test_rounding_of_a_number_that_is_always_the_same_decides_nothing() -> None:
+    """Where every query is a label too, its best inner product is 1."""
+    rng = np.random.default_rng(0)
+    sample, _ = planted_answers(rng, 500)
+    rounding = rng.choice([-1, 0, 1], len(sample.label_A)) * 2.0**-24
+    sample.feature_AF[:, 1] = 1 + rounding
+
+    curves = fit_curves(sample, sample.label_A, 500)
+
+    assert abs(curves.best) < 1
+    assert curves.score > 0.5
+
+
 def test_every_answer_has_a_probability_that_does_not_depend_on_k_or_on_other_queries(
     retriever: Retriever, texts: list[str]
 ) -> None:
