@@ -144,11 +144,9 @@ class FusedPredictor:
         # label joins.
         nearest = labels.search(query_BD, max(k, DEPTH), scope)
         label_keys = nearest
-        excludes = scope.exclude is not None and len(scope.exclude.values) > 0
-        if labels.changed or labels.allowed is not None or excludes:
+        if not labels.answers_all or scope.excludes:
             # The softmax always is over all labels of the export, so that no other score changes.
-            everything = dataclasses.replace(scope, exclude=None)
-            label_keys = labels.search_exported(query_BD, max(k, KEYS), everything)
+            label_keys = labels.search_exported(query_BD, max(k, KEYS), scope.without_exclude)
         return Neighbours(queries, label_keys, fallback=nearest, vectors=query_BD)
 
     def rank(

@@ -83,6 +83,11 @@ class LabelIndex:
         """Whether labels joined or were removed since the export."""
         return self.settings.first_added is not None or len(self.removed) > 0
 
+    @property
+    def answers_all(self) -> bool:
+        """Whether the labels that may be answered are those of the export."""
+        return not self.changed and self.allowed is None
+
     @functools.cached_property
     def label_rows(self) -> Int64Array:
         """int64 [L], the row of each source id: the inverse of `row_labels`."""

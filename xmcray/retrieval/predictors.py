@@ -95,10 +95,10 @@ class LabelPredictor:
             return Neighbours(no_queries, self.labels.search(query_BD, k, scope))
         width = min(max(k, CONTEXT), self.labels.settings.num_labels)
         nearest = self.labels.search(query_BD, width, scope)
-        if not self.labels.changed and self.labels.allowed is None:
+        if self.labels.answers_all and not scope.excludes:
             return Neighbours(no_queries, nearest)
         # Probabilities compare a score with labels of the export, whatever may be answered.
-        exported = self.labels.search_exported(query_BD, CONTEXT, scope)
+        exported = self.labels.search_exported(query_BD, CONTEXT, scope.without_exclude)
         return Neighbours(no_queries, exported, fallback=nearest)
 
     def rank(
@@ -139,14 +139,14 @@ class MemoryPredictor:
 
     def find(self, query_BD: Float32Array, k: int, scope: SearchScope) -> Neighbours:
         """See `Predictor.find`."""
-        # The keys are always those of the export, whatever labels joined or were removed since, so
-        # that no other label's probability changes.
+        # The keys are always those of the export, whatever labels joined, were removed since or are
+        # excluded, so that no other label's probability changes.
         queries = self.memory.search(query_BD, self.config, scope)
         num_labels = self.labels.settings.num_labels
         voting_labels = self.config.keys if self.config.weight < 1 else 0
         width = min(max(k, voting_labels, CONTEXT), num_labels)
-        keys = self.labels.search_exported(query_BD, width, scope)
-        if not self.labels.changed and self.labels.allowed is None:
+        keys = self.labels.search_exported(query_BD, width, scope.without_exclude)
+        if self.labels.answers_all and not scope.excludes:
             return Neighbours(queries, keys)
         # Labels that joined vote in addition to the keys of the export.
         num_joined = min(self.config.keys, num_labels)

@@ -110,6 +110,16 @@ class SearchScope:
     exact: bool = False
     subset: ShardSubset = ALL_SHARDS
 
+    @property
+    def excludes(self) -> bool:
+        """Whether any label is masked."""
+        return self.exclude is not None and len(self.exclude.values) > 0
+
+    @property
+    def without_exclude(self) -> SearchScope:
+        """The same with no label masked."""
+        return dataclasses.replace(self, exclude=None)
+
 
 EVERYTHING = SearchScope()
 

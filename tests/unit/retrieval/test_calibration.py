@@ -227,6 +227,25 @@ def test_probabilities_stay_when_labels_join_or_are_filtered_out(
         assert answers == pytest.approx(of_all, abs=1e-6)
 
 
+def test_probabilities_stay_when_a_label_that_is_the_query_itself_is_masked(
+    retriever: Retriever, texts: list[str]
+) -> None:
+    """Evaluations mask it, a server answers it or gets a filter."""
+    before = probabilities(retriever, texts, NUM_LABELS)
+    # The most probable label of each query is the nearest, or has the nearest voters.
+    own_labels = [[max(of_all, key=of_all.__getitem__)] for of_all in before]
+
+    top = retriever.top_labels(texts, 5, exclude=Ragged.from_rows(own_labels))
+
+    assert top.probabilities is not None
+    for ids, values, own, of_all in zip(
+        top.ids, top.probabilities, own_labels, before, strict=True
+    ):
+        assert own[0] not in ids
+        expected = [of_all[label] for label in ids.tolist()]
+        assert values.tolist() == pytest.approx(expected, abs=1e-6)
+
+
 def test_min_probability_leaves_out_what_is_less_probable(
     retriever: Retriever, texts: list[str]
 ) -> None:
