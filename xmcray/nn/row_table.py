@@ -302,7 +302,9 @@ class RowTable:
         noise_BD = ((key_BD >> 40) & 0xFFFF).to(torch.int32)
         bits_BD = rows_BD.contiguous().view(torch.int32) + noise_BD
         bits_BD = bits_BD & ~0xFFFF
-        return bits_BD.view(torch.float32).bfloat16()
+        rounded_BD = bits_BD.view(torch.float32).bfloat16()
+        # A GPU's NaN has all bits but the sign, so the sum above turns it into zero.
+        return rounded_BD.masked_fill_(rows_BD.isnan(), torch.nan)
 
     def _step(
         self,

@@ -264,6 +264,19 @@ def test_entries_of_a_row_are_summed(weighted: bool) -> None:
     assert no_sums.shape == (0, 2)
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000])
+def test_bfloat16_rows_keep_nan(bits: int) -> None:
+    # The first is what a GPU computes as NaN.
+    nan = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    table = RowTable(torch.ones(3, 4), RowOptimConfig(storage="bfloat16", momentum=0))
+    rows = table.rows(torch.tensor([1]))
+    rows.detach()[:] = nan
+    rows.grad = torch.zeros(1, 4)
+    table.update(0.1)
+    assert table.weight_SD[1].isnan().all()
+    assert not table.weight_SD[[0, 2]].isnan().any()
+
+
 def test_bfloat16_rows_are_rounded_without_bias_and_alike_on_any_rank() -> None:
     start = seeded_randn(0, 64, 8).bfloat16().float()
     config = RowOptimConfig(
