@@ -21,12 +21,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
+from xmcray.parallel import collectives
 from xmcray.ray_adapter.private import WorkerFailure
 from xmcray.training.preemption import newest_step
 from xmcray.training.records import Record, tailing
 
 FILE = "interruptions.jsonl"
 _PACKAGE = "xmcray"
+# Those in which a rank waits for others. With NCCL a collective returns at once, and the host waits
+# where it reads the result.
+_WAITING = ("torch.distributed", collectives.__name__)
 logger = logging.getLogger(__name__)
 
 
@@ -85,7 +89,9 @@ class StallAlarm:
     """Says once for each place in the code that this rank stays there and keeps others waiting.
 
     A rank that only waits for others in a collective says nothing. Waits for hard negatives, a slow
-    disk or a long validation are named too, because the reader can tell them from a fault.
+    disk or a long validation are named too, because the reader can tell them from a fault. On a GPU
+    a rank may wait for a collective wherever it next needs a number of the device, and is then named
+    too.
 
     Args:
         rank: of this process.
@@ -141,7 +147,7 @@ def place_of(frame: FrameType | None) -> str | None:
     outermost = frame
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        if module.startswith("torch.distributed"):
+        if module.startswith(_WAITING):
             return None
         if module.partition(".")[0] == _PACKAGE:
             return f"{module}.{frame.f_code.co_name}, line {frame.f_lineno}"

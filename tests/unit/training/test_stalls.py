@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import threading
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from ranks import on_ranks
 
 from xmcray.parallel import collectives
 from xmcray.ray_adapter.private import WorkerFailure
-from xmcray.training.stalls import Interruptions, StallAlarm, culprits
+from xmcray.training.stalls import Interruptions, StallAlarm, culprits, place_of
 
 
 def names_on_rank() -> list[str]:
@@ -40,6 +42,29 @@ def test_the_rank_that_hangs_is_named_and_the_waiting_one_is_not() -> None:
     assert len(of_hanging) == 1
     # Half a second on an idle machine.
     assert re.match(r"rank 1 has been at step 7 for \d+ s, in ", of_hanging[0])
+
+
+def test_a_rank_that_reads_what_a_collective_returns_only_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frames: list[FrameType] = []
+
+    class Unread:
+        """A number of the device that other ranks have not sent yet."""
+
+        def __int__(self) -> int:
+            frame = inspect.currentframe()
+            assert frame is not None
+            frames.append(frame)
+            return 3
+
+    monkeypatch.setattr(collectives, "num_ranks", lambda: 2)
+    monkeypatch.setattr(collectives.torch, "tensor", lambda *args, **options: Unread())
+    monkeypatch.setattr(collectives.dist, "broadcast", lambda tensor, src: None)
+    monkeypatch.setattr(collectives, "_device", lambda: torch.device("cpu"))
+    assert collectives.broadcast_int(1) == 3
+    # On a real device there is no Python code below `broadcast_int`.
+    assert place_of(frames[0].f_back) is None
 
 
 def test_a_place_is_said_once_and_steps_end_the_silence() -> None:
