@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ import torch
 
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.node_copy import CorpusSource, open_on_node
+from xmcray.errors import StorageError
 from xmcray.negatives.refresh import (
     RefreshSpec,
     complete_version,
@@ -83,6 +85,7 @@ class IndexShard:
     def search(self, folder: str) -> None:
         """Searches one version; returns quietly if the version is withdrawn."""
         version = VersionFolder(Path(folder))
+        _check_shared(version)
         if version.complete:
             return
         with _ignore_if_over(version):
@@ -156,6 +159,16 @@ class IndexCoordinator:
         finally:
             self._queue.discard(folder)
             self.gauges.show({"pool_queue": len(self._queue)})
+
+
+def _check_shared(version: VersionFolder) -> None:
+    """Raises StorageError on a node that has no ledger, where each version would look withdrawn."""
+    ledger = version.path.parent
+    if not ledger.is_dir():
+        raise StorageError(
+            f"{ledger} is not on {socket.gethostname()}, where an index actor runs;"
+            " name an --out in a folder that all nodes share"
+        )
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ has set up.
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from xmcray import logs
 from xmcray.data.batches import TrainingData
 from xmcray.data.node_copy import CorpusSource, open_on_node
-from xmcray.errors import XmcrayError, memory_errors
+from xmcray.errors import RunError, XmcrayError, memory_errors
 from xmcray.negatives.pool import PoolRefresher
 from xmcray.parallel import collectives
 from xmcray.ray_adapter.gauges import TRAINING, Gauges
@@ -69,6 +70,7 @@ def _train(settings: WorkerSettings) -> dict[str, Any]:
     torch.set_num_threads(settings.threads)
     config = RunConfig.resolve(settings.config["method_name"], settings.config)
     run = Run(Path(settings.run), settings.run_id, config, settings.corpus, settings.corpus_sha256)
+    _check_folder(run)
     if noted_mistake(run) is not None:
         return {}
     # A worker sees all GPUs of its node, also if it has reserved none of them.
@@ -90,3 +92,16 @@ def _train(settings: WorkerSettings) -> dict[str, Any]:
     if result:
         report({"step": result["steps"]})
     return result
+
+
+def _check_folder(run: Run) -> None:
+    """Raises RunError if the run's folder is not that of the driver, so that ranks would not meet."""
+    try:
+        is_shared = Run.open(run.path).id == run.id
+    except RunError:
+        is_shared = False
+    if not is_shared:
+        raise RunError(
+            f"{run.path} on {socket.gethostname()} is not the folder of the run that the driver sees;"
+            " name an --out in a folder that all nodes share"
+        )
