@@ -163,6 +163,11 @@ class _Training:
         return self.config.optim.num_epochs
 
     @property
+    def found(self) -> int:
+        """Labels that a shard finds for a query."""
+        return sizes.num_found(self.config.negatives, self.data.positives_per_query)
+
+    @property
     def first_spread(self) -> Spread:
         """How the rows lie that the first version of the negatives indexes."""
         starts_anywhere = getattr(self.config.method, "init", "") in ("random", "zeros")
@@ -216,7 +221,9 @@ def estimate(
         index_bytes=actor_bytes,
         index_on_disk=file_bytes * workers,
         object_store=sizes.object_store_bytes(rates.threads, data),
-        ledger=sizes.ledger_bytes(negatives, data.num_labels, training.queries, dim, workers),
+        ledger=sizes.ledger_bytes(
+            negatives, data.num_labels, training.queries, dim, workers, training.found
+        ),
         checkpoint=traced.shared_state + traced.label_state * data.num_labels // training.rows,
         checkpoints=config.log.keep + 1,
         step_s=traced.step_s,
@@ -366,6 +373,7 @@ def _refresh_seconds(training: _Training, traced: Trace, epoch_s: float) -> dict
         rows=training.rows,
         dim=traced.index_dim,
         queries=training.queries,
+        found=training.found,
         on_device=training.index_on_device,
     )
     if training.index_on_device:

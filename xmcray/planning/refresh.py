@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.planning.device_search import TUNE_VISITS, DeviceSearch, Spread
 from xmcray.planning.rates import Rates
-from xmcray.planning.sizes import CANDIDATES, ID, VALUE, shortlist_bytes
+from xmcray.planning.sizes import ID, VALUE, shortlist_bytes
 from xmcray.retrieval.ann import KMEANS_ROUNDS, TRAIN_ROWS_PER_LIST
 from xmcray.retrieval.index_spec import num_lists
 from xmcray.retrieval.index_tuning import TUNE_QUERIES
@@ -27,6 +27,7 @@ class Refresh:
         rows: Labels of a shard.
         dim: Width of the vectors.
         queries: Queries of an epoch.
+        found: Labels that a shard finds for a query.
         on_device: Whether rows are searched on the trainers' devices.
     """
 
@@ -35,6 +36,7 @@ class Refresh:
     rows: int
     dim: int
     queries: int
+    found: int
     on_device: bool = False
 
     @property
@@ -75,16 +77,15 @@ class Refresh:
 
     def merge_s(self) -> float:
         """The hits of all shards for a share of the queries; there are as many shares as shards."""
-        return self.queries * (self.config.hard + CANDIDATES) * self.rates.merge_s
+        return self.queries * self.found * self.rates.merge_s
 
     def host_s(self) -> float:
         """All but the index and its search: the merge and the files."""
         file_bytes = shortlist_bytes(self.config, self.queries)
         work_s = 0.0
         if self.config.hard:
-            candidates = self.queries * (self.config.hard + CANDIDATES)
             # Hits are written by the shard that finds them, and read by those that merge them.
-            file_bytes += 2 * candidates * (ID + VALUE)
+            file_bytes += 2 * self.queries * self.found * (ID + VALUE)
             file_bytes += self.rows * self.dim * VALUE
             work_s = self.merge_s()
         return work_s + file_bytes / self.rates.disk_bytes_s

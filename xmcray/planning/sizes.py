@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from xmcray.negatives.plan import NegativesConfig
@@ -12,7 +13,6 @@ from xmcray.retrieval.index_spec import num_lists, resolve_factory
 
 ID = 8  # bytes of an int64
 VALUE = 4  # bytes of a float32 or an int32
-CANDIDATES = 8  # labels that a search finds besides the hard negatives: positives are among them
 _TOKENIZER_BYTES = 1500  # of a token in the tokenizer's tables
 _SHARD_TEXTS = 16_384  # of the corpus' files
 
@@ -63,7 +63,22 @@ def shortlist_bytes(config: NegativesConfig, num_query_ids: int) -> int:
     return num_query_ids * values_per_query * VALUE
 
 
-def ledger_bytes(config: NegativesConfig, labels: int, queries: int, dim: int, workers: int) -> int:
+def num_found(config: NegativesConfig, positives: float) -> int:
+    """Labels that a shard finds for an average query, as `negatives/refresh.py` asks for them.
+
+    Args:
+        config: Section `negatives`.
+        positives: Positives of an average query, which may be among the nearest labels.
+    """
+    extra = 1 << math.ceil(math.log2(max(4.0, positives)))
+    # Those that are left out as probable right answers have as many that take their places.
+    left_out = config.hard if config.max_relative_score else 0
+    return config.hard + extra + left_out
+
+
+def ledger_bytes(
+    config: NegativesConfig, labels: int, queries: int, dim: int, workers: int, found: int
+) -> int:
     """Files of one version at its largest, and of the one in use.
 
     Args:
@@ -72,6 +87,7 @@ def ledger_bytes(config: NegativesConfig, labels: int, queries: int, dim: int, w
         queries: Queries of an epoch.
         dim: Width of the vectors.
         workers: Number of workers, each with a shard of the labels.
+        found: As `num_found` returns it.
     """
     if not config.refreshed:
         return 0
@@ -80,9 +96,8 @@ def ledger_bytes(config: NegativesConfig, labels: int, queries: int, dim: int, w
     num_bytes = queries * (vector_bytes + 2 * ID)
     if config.hard:
         num_bytes += labels * vector_bytes
-        # Every shard keeps ids and scores of its candidates until they are merged.
-        num_candidates = config.hard + CANDIDATES
-        num_bytes += queries * workers * num_candidates * (ID + VALUE)
+        # Every shard keeps ids and scores of what it finds until all are merged.
+        num_bytes += queries * workers * found * (ID + VALUE)
         # What is merged, with the id of each query and the number of labels that were left out.
         num_bytes += queries * (config.hard * VALUE + 2 * ID)
     num_bytes += 2 * shortlist_bytes(config, queries)

@@ -23,10 +23,13 @@ from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, ResourceError, StorageError
 from xmcray.methods.registry import method_names
+from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.plan import NegativesConfig
+from xmcray.negatives.refresh import RefreshSpec, search_shard
+from xmcray.negatives.version_folder import QueryBlock
 from xmcray.nn.encoder import EncoderConfig, load_encoder
 from xmcray.parallel.partition import LabelPartition
-from xmcray.planning import refresh, tables
+from xmcray.planning import refresh, sizes, tables
 from xmcray.planning.counter import Counter, Operation
 from xmcray.planning.data_size import DataSize, from_corpus, from_numbers
 from xmcray.planning.device_search import ANYWHERE, APART, DeviceSearch
@@ -314,9 +317,27 @@ def test_worker_parts_are_on_the_device_or_in_the_process() -> None:
 
 def test_the_first_refresh_visits_more_lists() -> None:
     config = NegativesConfig(hard=50)
-    work = refresh.Refresh(rates=ON_CPU, config=config, rows=400_000, dim=64, queries=20_000)
+    work = refresh.Refresh(
+        rates=ON_CPU, config=config, rows=400_000, dim=64, queries=20_000, found=58
+    )
     assert work.total_s(ANYWHERE) > work.total_s(APART)
     assert work.build_s() > 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.9])
+@pytest.mark.parametrize("positives", [1, 22])
+def test_a_shard_finds_as_many_labels_as_planned(
+    tmp_path: Path, positives: int, share: float
+) -> None:
+    config = NegativesConfig(hard=5, start_epoch=2, recall_queries=0, max_relative_score=share)
+    version = Ledger(tmp_path).version(0)
+    vectors = np.ones((3, 2), np.float32)
+    version.write_queries(1, 0, QueryBlock(np.arange(3), vectors, np.full(3, positives)))
+    version.write_rows(0, np.ones((100, 2), np.float32))
+    spec = RefreshSpec(1, config, 0)
+    search_shard(version, 0, 100, spec)
+    hits = version.read_hits(spec.parts(100)[0], version.query_blocks[0])
+    assert hits.ids.shape[1] == sizes.num_found(config, positives)
 
 
 def test_indexes_are_on_the_devices_of_the_workers_where_they_fit() -> None:
