@@ -53,6 +53,7 @@ class Plan:
         device_bytes: Bytes of one worker on its device, by part; empty without a GPU.
         host_bytes: Bytes of one worker's process, by part.
         index_bytes: Bytes of an index actor at its largest; there is one per worker.
+        cluster_bytes: Bytes of the negatives' coordinator while it clusters queries.
         index_on_disk: Bytes of all indexes of a bundle, without the vectors.
         object_store: Bytes of Ray's object store.
         ledger: Bytes of the negatives' ledger.
@@ -80,6 +81,7 @@ class Plan:
     device_bytes: dict[str, int]
     host_bytes: dict[str, int]
     index_bytes: int
+    cluster_bytes: int
     index_on_disk: int
     object_store: int
     ledger: int
@@ -198,9 +200,13 @@ def estimate(
     file_bytes = 0
     if negatives.hard:
         file_bytes = sizes.index_bytes(negatives.index, training.rows, dim)
+    cluster_bytes = 0
+    if negatives.cluster_size:
+        cluster_bytes = sizes.cluster_bytes(training.queries, dim)
     if memory_bytes is None and not rates.on_gpu:
-        # Workers and index actors share the machine with the driver.
-        limit_bytes = (limit_bytes - _DRIVER_BYTES) // workers - actor_bytes
+        # Workers and index actors share the machine with the driver and the coordinator.
+        shared_bytes = limit_bytes - _DRIVER_BYTES - cluster_bytes
+        limit_bytes = shared_bytes // workers - actor_bytes
     run_s = _run_seconds(training, traced)
     cost = None
     if price_per_hour is not None:
@@ -219,6 +225,7 @@ def estimate(
         device_bytes=device_bytes,
         host_bytes=_host_bytes(training, traced),
         index_bytes=actor_bytes,
+        cluster_bytes=cluster_bytes,
         index_on_disk=file_bytes * workers,
         object_store=sizes.object_store_bytes(rates.threads, data),
         ledger=sizes.ledger_bytes(

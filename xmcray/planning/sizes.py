@@ -15,6 +15,7 @@ ID = 8  # bytes of an int64
 VALUE = 4  # bytes of a float32 or an int32
 _TOKENIZER_BYTES = 1500  # of a token in the tokenizer's tables
 _SHARD_TEXTS = 16_384  # of the corpus' files
+_CLUSTERED_BYTES = 200  # of a query's places, order and preference while it is clustered
 
 
 def corpus_bytes(data: DataSize, num_query_ids: int, in_clusters: bool) -> int:
@@ -102,6 +103,18 @@ def ledger_bytes(
         num_bytes += queries * (config.hard * VALUE + 2 * ID)
     num_bytes += 2 * shortlist_bytes(config, queries)
     return num_bytes
+
+
+def cluster_bytes(queries: int, dim: int) -> int:
+    """The coordinator of the negatives while it clusters the queries of an epoch.
+
+    Args:
+        queries: Queries of an epoch.
+        dim: Width of their vectors.
+    """
+    # The vectors, those of length 1, and those of the clusters that are split: at first, of all queries.
+    vector_bytes = 3 * dim * VALUE
+    return queries * (vector_bytes + _CLUSTERED_BYTES)
 
 
 def index_actor_bytes(factory: str, rows: int, dim: int) -> int:

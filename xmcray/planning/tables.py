@@ -53,6 +53,7 @@ def _memory(plan: Plan) -> dict[str, int]:
         **_with_sum("device", plan.device_bytes),
         **_with_sum("process", plan.host_bytes),
         "an index actor of each worker": plan.index_bytes,
+        "the coordinator, while it clusters queries": plan.cluster_bytes,
         "Ray's object store, only while preparing": plan.object_store,
     }
 

@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, ResourceError, StorageError
 from xmcray.methods.registry import method_names
+from xmcray.negatives.clusters import balanced_clusters
 from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.refresh import RefreshSpec, search_shard
@@ -338,6 +340,27 @@ def test_a_shard_finds_as_many_labels_as_planned(
     search_shard(version, 0, 100, spec)
     hits = version.read_hits(spec.parts(100)[0], version.query_blocks[0])
     assert hits.ids.shape[1] == sizes.num_found(config, positives)
+
+
+def test_the_coordinator_has_room_for_the_vectors_that_it_clusters() -> None:
+    num_queries = 20_000
+    dim = 64
+    tracemalloc.start()
+    vectors = np.random.default_rng(0).standard_normal((num_queries, dim), np.float32)
+    balanced_clusters(vectors, 4, 0)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sizes.cluster_bytes(num_queries, dim) == pytest.approx(peak_bytes, rel=0.15)
+    all_queries = ("data.augment_with_labels=false", "data.validation=0")
+    clustered = made("astra", "negatives.cluster_size=8", *all_queries)
+    assert clustered.cluster_bytes == sizes.cluster_bytes(2_000_000, clustered.dim)
+    assert made("astra").cluster_bytes == 0
+    # On a CPU all processes share the machine.
+    config = RunConfig.resolve("astra", {}, ["negatives.cluster_size=8"])
+    data = from_numbers(10**5, 10**5, 12)
+    with_clusters = estimate(config, data, ON_CPU, 1)
+    without = estimate(RunConfig.resolve("astra", {}), data, ON_CPU, 1)
+    assert with_clusters.limit_bytes < without.limit_bytes
 
 
 def test_indexes_are_on_the_devices_of_the_workers_where_they_fit() -> None:
