@@ -31,6 +31,7 @@ STEPS = "the steps of an epoch"
 WHOLE = "the whole training"
 _SNAPSHOT = "copy of a checkpoint that is being written"
 _CAUTION = 1.5  # of a time that decides whether a run can be repeated
+_MACHINE_DEVICES = 8  # of most machines with such devices
 _TRACED_LABELS = 2_000_000  # of a rank; of more, two traces give a straight line
 
 
@@ -449,6 +450,11 @@ def _assumptions(training: _Training) -> list[str]:
     notes = list(training.data.assumptions)
     if rates.source == "published specs":
         notes += assumptions()
+        if training.workers > _MACHINE_DEVICES:
+            notes.append(
+                "workers of different machines exchange as fast as devices of one machine, which few"
+                " networks do"
+            )
     if training.config.negatives.hard:
         if num_lists(training.config.negatives.index, training.rows):
             note = (

@@ -342,6 +342,13 @@ def test_a_shard_finds_as_many_labels_as_planned(
     assert hits.ids.shape[1] == sizes.num_found(config, positives)
 
 
+def test_a_plan_for_several_machines_says_what_it_assumes_of_their_network() -> None:
+    def mentions_machines(workers: int) -> bool:
+        return any("different machines" in note for note in made(workers=workers).assumptions)
+
+    assert [mentions_machines(workers) for workers in (1, 8, 9)] == [False, False, True]
+
+
 def test_the_coordinator_has_room_for_the_vectors_that_it_clusters() -> None:
     num_queries = 20_000
     dim = 64
