@@ -247,8 +247,9 @@ def _curve(
     weight_N = np.bincount(block, weight[order])
     weighted_sum_N = np.bincount(block, weight[order] * evidence[order])
     centre_N = weighted_sum_N / weight_N
-    # Rounding may give two blocks the same centre.
-    rises = np.diff(centre_N, prepend=-np.inf) > 0
+    # Rounding may give a block the centre of an earlier one, or a lower one.
+    highest_N = np.maximum.accumulate(centre_N)
+    rises = np.diff(highest_N, prepend=-np.inf) > 0
     probability_N = value_N[rises].clip(0.0, 1.0)
     return Curve(
         evidence=tuple(centre_N[rises].tolist()),

@@ -189,6 +189,17 @@ def test_rounding_of_a_number_that_is_always_the_same_decides_nothing() -> None:
     assert curves.score > 0.5
 
 
+def test_scores_that_are_the_same_but_for_rounding_make_curves() -> None:
+    """As those of an encoder that gives all texts one vector."""
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        sample, _ = planted_answers(rng, int(rng.integers(20, 200)))
+        shape = sample.feature_AF.shape
+        sample.feature_AF[:] = 1 + rng.integers(-2, 3, shape) * 2.0**-24
+        # A curve that does not rise is refused.
+        fit_curves(sample, sample.label_A, 60)
+
+
 def test_every_answer_has_a_probability_that_does_not_depend_on_k_or_on_other_queries(
     retriever: Retriever, texts: list[str]
 ) -> None:
