@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -32,17 +33,28 @@ def write_predictions(path: str | Path, parts: Iterable[TopLabels], num_labels: 
         DataError: an answer is not one of the L labels.
         StorageError: the disk is full.
     """
-    path = Path(path)
-    if path.suffix != ".npz":
-        path = path.with_name(path.name + ".npz")
+    with writing_predictions(path, num_labels) as write:
+        for part in parts:
+            write(part)
+    return _npz_path(path)
+
+
+@contextlib.contextmanager
+def writing_predictions(path: str | Path, num_labels: int) -> Iterator[Callable[[TopLabels], None]]:
+    """As `write_predictions`; gives a function that takes the next part.
+
+    The file is there when the block ends, and not if it fails.
+    """
+    path = _npz_path(path)
+    lengths = [np.zeros(1, np.int64)]
     # Answers of more queries than fit in memory wait in unnamed files next to the destination.
     with (
         disk_errors(path),
         TemporaryFile(dir=path.parent) as ids_file,
         TemporaryFile(dir=path.parent) as scores_file,
     ):
-        lengths = [np.zeros(1, np.int64)]
-        for part in parts:
+
+        def write(part: TopLabels) -> None:
             # Column ids ascend within a row, as CSR readers expect; a row's ranking is its scores.
             order = np.argsort(part.ids, axis=1, kind="stable")
             ids = np.take_along_axis(part.ids, order, 1)
@@ -56,6 +68,8 @@ def write_predictions(path: str | Path, parts: Iterable[TopLabels], num_labels: 
             ids_file.write(ids[present].astype(np.int32).tobytes())
             scores_file.write(scores[present].astype(np.float32).tobytes())
             lengths.append(present.sum(1))
+
+        yield write
         offsets = np.cumsum(np.concatenate(lengths))
         scores_P = _mapped(scores_file, np.float32)
         ids_P = _mapped(ids_file, np.int32)
@@ -64,7 +78,11 @@ def write_predictions(path: str | Path, parts: Iterable[TopLabels], num_labels: 
         # The file takes its name when all of it is on the disk.
         with whole_file(path) as temporary, temporary.open("wb") as file:
             sparse.save_npz(file, matrix)
-    return path
+
+
+def _npz_path(path: str | Path) -> Path:
+    path = Path(path)
+    return path if path.suffix == ".npz" else path.with_name(path.name + ".npz")
 
 
 def _mapped(file: IO[bytes], kind: type[np.generic]) -> npt.NDArray[Any]:

@@ -18,7 +18,7 @@ from xmcray.evaluation.evaluate import SEARCH_K, Evaluation, Search, evaluate
 from xmcray.evaluation.predictions import (
     predictions_to_top_labels,
     read_predictions,
-    write_predictions,
+    writing_predictions,
 )
 from xmcray.evaluation.report import write_report
 from xmcray.retrieval.baselines import NearestQueries
@@ -109,21 +109,19 @@ def measure_bundle(
     if predictions is None:
         return measure(search, corpus, split, progress=progress, exact=exact_search)
     num_queries = len(corpus.split(split))
-    answers: list[TopLabels] = []
     num_answered = 0
+    with writing_predictions(predictions, corpus.card.num_labels) as write:
 
-    def search_and_keep(rows: Int64Array) -> TopLabels:
-        nonlocal num_answered
-        top = search(rows)
-        # The comparison with exact search repeats queries after all were answered once.
-        if num_answered < num_queries:
-            answers.append(top)
-            num_answered += len(rows)
-        return top
+        def search_and_write(rows: Int64Array) -> TopLabels:
+            nonlocal num_answered
+            top = search(rows)
+            # The comparison with exact search repeats queries after all were answered once.
+            if num_answered < num_queries:
+                write(top)
+                num_answered += len(rows)
+            return top
 
-    evaluation = measure(search_and_keep, corpus, split, progress=progress, exact=exact_search)
-    write_predictions(predictions, answers, corpus.card.num_labels)
-    return evaluation
+        return measure(search_and_write, corpus, split, progress=progress, exact=exact_search)
 
 
 def searcher(retriever: Retriever, corpus: Corpus, split: str, exact: bool = False) -> Search:
