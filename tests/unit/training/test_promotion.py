@@ -18,7 +18,13 @@ from xmcray.training.outcome import measure_bundle
 from xmcray.training.promotion import measure_newest
 
 DRAWS = 20
-SMALL = ["encoder.dim=16", "optim.batch_size=32", "negatives.uniform=8", "negatives.hard=0"]
+SMALL = [
+    "encoder.dim=16",
+    "optim.batch_size=32",
+    "negatives.uniform=8",
+    "negatives.hard=0",
+    "method.classifier.lr=0.05",  # so low that one epoch leaves much to learn
+]
 
 
 def test_a_bundle_that_is_a_point_worse_is_refused() -> None:
