@@ -169,5 +169,7 @@ def _on_host(queries: _StepQueries | QueryBlock) -> QueryBlock:
 
 def to_numpy(tensor: Tensor) -> Float32Array:
     """Copies a tensor that training goes on to change."""
-    copied: Float32Array = tensor.detach().float().cpu().numpy().copy()
-    return copied
+    # One copy, whether the tensor comes from a device or not.
+    copied = tensor.detach().to("cpu", torch.float32, copy=True)
+    array: Float32Array = copied.numpy()
+    return array
