@@ -129,7 +129,12 @@ REFUSED = Case(
     1,
     "a100-40gb",
     8,
-    ("encoder.name=distilbert-base-uncased", "encoder.dim=768", "data.augment_with_labels=false"),
+    (
+        "encoder.name=distilbert-base-uncased",
+        "encoder.dim=768",
+        "data.augment_with_labels=false",
+        "data.validation=0.00001",
+    ),
 )
 HEAD = """# Scale
 

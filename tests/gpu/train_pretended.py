@@ -41,7 +41,7 @@ from xmcray.parallel.partition import LabelPartition
 from xmcray.planning.data_size import from_numbers
 from xmcray.planning.device_search import DeviceSearch, Spread
 from xmcray.planning.devices import device_rates
-from xmcray.planning.estimate import INDEX, estimate
+from xmcray.planning.estimate import BETWEEN_STEPS, INDEX, estimate
 from xmcray.planning.stand_in import StandInData
 from xmcray.retrieval import exact, inverted_lists
 from xmcray.retrieval.answerable import AnswerableRows
@@ -173,8 +173,10 @@ def one_rank(method: str, settings: list[str], num_labels: int, ranks: int) -> d
         _, array_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     plan = estimate(config, size, device_rates("a100-80gb"), workers=ranks)
-    elsewhere = plan.device_bytes["CUDA"] + plan.device_bytes.get(INDEX, 0)
-    planned_bytes = sum(plan.device_bytes.values()) - elsewhere
+    of_a_step = {**plan.device_bytes}
+    for other in ("CUDA", INDEX, BETWEEN_STEPS):
+        of_a_step.pop(other, None)
+    planned_bytes = sum(of_a_step.values())
     cost = {kind: sum((getattr(counts, kind) - before[kind]).values()) for kind in KINDS}
     return {
         **cost,

@@ -14,6 +14,7 @@ from xmcray.planning.rates import DEVICE_PARTS, Rates
 from xmcray.planning.refresh import Refresh, shared_cores_s, shared_device_s
 from xmcray.planning.stand_in import epoch_queries
 from xmcray.planning.trace import Trace, on_line, trace
+from xmcray.retrieval.exact import device_score_bytes
 from xmcray.retrieval.index_spec import device_bytes as index_device_bytes
 from xmcray.retrieval.index_spec import num_lists
 from xmcray.training.run import RunConfig
@@ -27,6 +28,7 @@ SEARCH = "of which: searching it"
 DEVICE_SEARCH = "of which: index and search on the devices, next to the steps"
 MERGE = "of which: merging what the shards found"
 INDEX = "index actor, while it searches"
+BETWEEN_STEPS = "validations and versions, beyond a step"
 STEPS = "the steps of an epoch"
 WHOLE = "the whole training"
 _SNAPSHOT = "copy of a checkpoint that is being written"
@@ -290,7 +292,22 @@ def _device_bytes(training: _Training, traced: Trace) -> dict[str, int]:
     """Bytes of one worker on its GPU, by part; empty without a GPU."""
     if not training.rates.on_gpu:
         return {}
-    return {"CUDA": _CUDA_BYTES, **_trained_bytes(traced)}
+    num_bytes = {"CUDA": _CUDA_BYTES, **_trained_bytes(traced)}
+    # Between steps, label vectors and scores may take the place of a step's activations.
+    other_bytes = max(traced.index_rows_bytes, _validation_bytes(training, traced))
+    if other_bytes > traced.step_bytes:
+        num_bytes[BETWEEN_STEPS] = other_bytes - traced.step_bytes
+    return num_bytes
+
+
+def _validation_bytes(training: _Training, traced: Trace) -> int:
+    """Bytes of a device that a validation takes: label vectors and all held-out queries or scores."""
+    num_queries = training.data.num_train * training.config.data.validation
+    if not num_queries:
+        return 0
+    query_bytes = int(num_queries * traced.index_dim * sizes.VALUE)
+    # Queries leave the device before labels are scored.
+    return traced.answer_rows_bytes + max(query_bytes, device_score_bytes(training.rows))
 
 
 def _trained_bytes(traced: Trace) -> dict[str, int]:

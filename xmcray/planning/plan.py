@@ -7,7 +7,7 @@ from itertools import islice
 
 from xmcray.errors import ResourceError
 from xmcray.planning.data_size import DataSize
-from xmcray.planning.estimate import SPARE, Plan, estimate
+from xmcray.planning.estimate import BETWEEN_STEPS, SPARE, Plan, estimate
 from xmcray.planning.rates import Rates
 from xmcray.training.run import RunConfig
 
@@ -89,6 +89,10 @@ def _changes(
     """Changes with each of which a worker fits."""
     parts = planned.worker_parts
     missing_bytes = planned.worker_bytes - planned.limit_bytes
+    if parts.get(BETWEEN_STEPS, 0) >= missing_bytes:
+        without = RunConfig.resolve(config.method_name, config.to_dict(), ["data.validation=0"])
+        if estimate(without, data, rates, planned.workers, memory_bytes).fits:
+            yield "lower data.validation"
     # Workers share the label rows. More workers on the same machine would have less memory each.
     workers = planned.workers
     while workers < _MOST_WORKERS and (memory_bytes is not None or rates.on_gpu):

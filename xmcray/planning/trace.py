@@ -49,6 +49,8 @@ class Trace:
         tensors: Bytes by part that live as long as the run.
         step_bytes: Bytes that a step adds at its largest moment.
         copy_bytes: The most that start, versions of negatives and validation need for a moment.
+        index_rows_bytes: Bytes that the vectors take which are indexed, while they are made.
+        answer_rows_bytes: The same of the vectors that answer the queries of a validation.
         index_dim: Width of the vectors that are indexed.
         encoded_labels: Label texts that are encoded before the rank answers.
         label_state: Bytes of a checkpoint for the labels of this rank.
@@ -60,6 +62,8 @@ class Trace:
     tensors: dict[str, int]
     step_bytes: int
     copy_bytes: int
+    index_rows_bytes: int
+    answer_rows_bytes: int
     index_dim: int
     encoded_labels: int
     label_state: int
@@ -96,6 +100,8 @@ def trace(config: RunConfig, size: DataSize, rates: Rates, workers: int) -> Trac
             tensors=tensors,
             step_bytes=step_bytes,
             copy_bytes=max(copies),
+            index_rows_bytes=index_bytes if config.negatives.hard else 0,
+            answer_rows_bytes=answer_bytes if config.data.validation else 0,
             index_dim=index_dim,
             encoded_labels=rank.encoded_texts,
             label_state=rank.label_state_bytes(),

@@ -41,10 +41,14 @@ def exact_device_bytes(num_rows: int, dim: int) -> int:
         num_rows: rows that are searched, float32 [n, D].
         dim: D.
     """
+    return num_rows * (4 * dim + 8) + device_score_bytes(num_rows)
+
+
+def device_score_bytes(num_rows: int) -> int:
+    """Bytes of a GPU that the scores of an exact search take at their largest."""
     block_queries, block_rows = GPU_BLOCK
     # The scores of a block, and as much again for what is selected from them.
-    score_bytes = 2 * 4 * block_queries * min(block_rows, num_rows + GROUP)
-    return num_rows * (4 * dim + 8) + score_bytes
+    return 2 * 4 * block_queries * min(block_rows, num_rows + GROUP)
 
 
 def exact_search(

@@ -38,12 +38,14 @@ def validate(
     # Every rank encodes a share of the queries, and searches its labels for all of them.
     tokens = data.tokens(rows[start:stop])
     query_BD = encode_queries(encoder, method, tokens)
-    query_GD = torch.cat(collectives.gather_ragged(query_BD))
+    # Joined on the host, so that a device holds them only once, and not while it scores.
+    parts = [part.float().cpu().numpy() for part in collectives.gather_ragged(query_BD)]
+    query_GD = np.concatenate(parts)
     source_ids_S = data.corpus.label_order[partition.start : partition.stop]
     was_removed_S = np.isin(source_ids_S, data.corpus.removed_labels)
     own_best = exact_search(
         label_SD,
-        query_GD.float().cpu().numpy(),
+        query_GD,
         _K,
         ids=np.where(was_removed_S, -1, source_ids_S),
         hidden=_to_local_lists(data.excluded(rows), partition),

@@ -37,11 +37,20 @@ from xmcray.planning.data_size import DataSize, from_corpus, from_numbers
 from xmcray.planning.device_search import ANYWHERE, APART, DeviceSearch
 from xmcray.planning.devices import SPECS, device_rates
 from xmcray.planning.encoders import KNOWN, planned_encoder
-from xmcray.planning.estimate import FIRST_REFRESH, INDEX, REFRESH, STEPS, Plan, estimate
+from xmcray.planning.estimate import (
+    BETWEEN_STEPS,
+    FIRST_REFRESH,
+    INDEX,
+    REFRESH,
+    STEPS,
+    Plan,
+    estimate,
+)
 from xmcray.planning.plan import plan
 from xmcray.planning.rates import Rates, load_rates
 from xmcray.planning.stand_in import StandInData
 from xmcray.planning.trace import trace
+from xmcray.retrieval import exact
 from xmcray.training.checkpoint_writer import CheckpointWriter
 from xmcray.training.loop import Setup, build
 from xmcray.training.run import RunConfig
@@ -368,6 +377,24 @@ def test_the_coordinator_has_room_for_the_vectors_that_it_clusters() -> None:
     with_clusters = estimate(config, data, ON_CPU, 1)
     without = estimate(RunConfig.resolve("astra", {}), data, ON_CPU, 1)
     assert with_clusters.limit_bytes < without.limit_bytes
+
+
+@pytest.mark.parametrize("method", ["astra", "prime"])
+@pytest.mark.parametrize("validation", [0.1, 0.5])
+def test_a_device_has_room_for_a_validation(method: str, validation: float) -> None:
+    settings = (f"data.validation={validation}", "negatives.hard=0", "encoder.dim=512")
+    plan = made(method, *settings, labels=1e6, workers=2)
+    activations = plan.device_bytes["activations and scores"]
+    # The rows of ASTRA answer as they are. PRIME makes vectors of texts, and of those vectors of length 1.
+    row_bytes = 0 if method == "astra" else 2 * 500_000 * plan.dim * 4
+    query_bytes = round(validation * 2_000_000) * plan.dim * 4
+    expected = row_bytes + max(query_bytes, exact.device_score_bytes(500_000))
+    between_steps = activations + plan.device_bytes[BETWEEN_STEPS]
+    assert between_steps == pytest.approx(expected, rel=0.02)
+    without = made(method, *settings, "data.validation=0", labels=1e6, workers=2)
+    assert BETWEEN_STEPS not in without.device_bytes
+    with pytest.raises(ResourceError, match=r"GB: lower data\.validation"):
+        made(method, *settings, labels=1e6, workers=2, memory_bytes=without.worker_bytes + 1)
 
 
 def test_indexes_are_on_the_devices_of_the_workers_where_they_fit() -> None:
