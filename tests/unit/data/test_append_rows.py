@@ -184,7 +184,7 @@ REMOVED = b'{"uid": "red"}\n'
         ("removed_labels.jsonl", REMOVED),
         ("removed_labels.jsonl", b"\xef\xbb\xbf" + REMOVED),
         ("removed_labels.jsonl", REMOVED.replace(b"\n", b"\r\n\r\n")),
-        ("removed_labels.jsonl.gz", gzip.compress(REMOVED)),
+        ("removed_labels.jsonl.gz", gzip.compress(REMOVED, mtime=0)),
     ],
 )
 def test_removed_labels_are_read_as_other_text_files(
