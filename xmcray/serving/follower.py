@@ -222,7 +222,8 @@ class Follower(SnapshotSource):
                 model.drop_stale(version)
         needed = {decision.bundle.version: decision.bundle}
         if decision.loading:
-            needed[decision.loading.version] = decision.loading
+            # The same version may be at another path; the one that answers is loaded from its own.
+            needed.setdefault(decision.loading.version, decision.loading)
         for version, bundle in needed.items():
             model.dropped.pop(version, None)
             if version in model.newest:

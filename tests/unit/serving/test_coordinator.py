@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import shutil
 import threading
@@ -21,6 +22,7 @@ from xmcray.retrieval.labels import NewLabel, add_labels, remove_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.serving import follower, replicas
 from xmcray.serving.coordinator import SnapshotCoordinator
+from xmcray.serving.decisions import Decision, Update
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.schema import Filter, Operation, SwapRequest
 from xmcray.serving.settings import ServeConfig
@@ -265,6 +267,27 @@ async def test_a_version_that_a_replica_may_drop_does_not_count_as_loaded(
         steps.cancel()
         with pytest.raises(ProblemError, match=r"1 replica\(s\) did not load"):
             await coordinator.swap("default", SwapRequest(bundle=str(bundle), recall_floor=0))
+    finally:
+        coordinator.close()
+
+
+async def test_a_replica_loads_what_answers_from_its_own_path(bundle: Path, tmp_path: Path) -> None:
+    """A swap to the same version at another path may be under way when the replica starts."""
+    config = ServeConfig(bundles={"default": str(bundle)}, state_dir=str(tmp_path))
+    coordinator = SnapshotCoordinator(config)
+    await coordinator.start()
+
+    async def follow(*arguments: Any) -> dict[str, Update]:
+        update = (await coordinator.follow(*arguments))["default"]
+        served_bundle = update.decision.bundle
+        gone = dataclasses.replace(served_bundle, path=str(tmp_path / "gone"))
+        decision = Decision(served_bundle, loading=gone)
+        return {"default": dataclasses.replace(update, decision=decision)}
+
+    replica = follower.Follower(config, follow)
+    try:
+        await replica._step(1.0)
+        assert replica.current(None).version == coordinator.current(None).version
     finally:
         coordinator.close()
 
