@@ -161,6 +161,9 @@ class Follower(SnapshotSource):
         model = self._models[reference.model]
 
         def is_reached() -> bool:
+            # A place of a log that was lost may have a number that the restored one never gets.
+            if (version, place) in model.older:
+                return True
             return version in model.newest and model.newest[version].number >= place.number
 
         # The request may have overtaken the update.

@@ -186,6 +186,26 @@ async def test_requests_of_the_log_that_was_lost_are_not_answered_from_the_new_o
         assert snapshot.label_id(uid) is not None
 
 
+async def test_a_request_of_a_lost_log_waits_for_no_number_of_the_new_one(
+    bundle: Path, tmp_path: Path
+) -> None:
+    config = ServeConfig(bundles={"default": str(bundle)}, state_dir=str(tmp_path / "state"))
+    async with coordinating(config) as first:
+        follower = Follower(config, first.follow)
+        await follower.start()
+        await first.operate("default", [add("lost", TEXT)])
+        await follower._step(1.0)
+        lost = follower.current(None).reference
+    shutil.rmtree(tmp_path / "state")
+    async with coordinating(config) as second:
+        follower._follow = second.follow
+        await follower._step(0.1)
+        assert follower.current(None).number == 0
+        async with asyncio.timeout(5):
+            snapshot = await follower.referenced(lost, 60)
+        assert snapshot.label_id("lost") is not None
+
+
 def test_a_bundle_that_is_ahead_of_its_own_log_is_refused(tmp_path: Path) -> None:
     """Else its later operations would be undone by earlier ones."""
     with LabelLog(tmp_path / "log", "m") as log:
