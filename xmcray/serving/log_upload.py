@@ -102,11 +102,10 @@ class Uploader:
         """Whether the log has the same operations as a segment, as far as it goes back."""
         if segment.last > self._database.last:
             return False
-        begin = self._database.begin
         # The first segment is the first line alone, which no other log has.
-        if segment.first > segment.last == begin:
+        if segment.first > segment.last:
             return Segment.of([self._database.first_line]) == segment
-        if segment.first <= begin or segment.first > segment.last:
+        if segment.first <= self._database.begin:
             return True
         lines = self._database.lines_after(segment.first - 1)
         inside = [line for line in lines if line.last <= segment.last]

@@ -264,6 +264,17 @@ def test_two_logs_do_not_share_a_copy(tmp_path: Path) -> None:
         assert one.place(0) == two.place(0), "a log that is restored is the same one"
 
 
+def test_a_log_does_not_go_on_with_the_copy_of_one_that_began_later(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/copy"
+    with LabelLog(tmp_path / "one", "m") as one:
+        one.append([add("a"), add("b")])
+        place = one.place(2)
+    # A server with an empty state folder and a bundle that the first one compacted.
+    LabelLog(tmp_path / "two", "m", start_after=place, upload_url=url).close()
+    with pytest.raises(StorageError, match="is no copy of the local log"):
+        LabelLog(tmp_path / "one", "m", upload_url=url)
+
+
 async def test_the_service_answers_while_a_replica_loads_again(
     bundle: Path, tmp_path: Path
 ) -> None:
