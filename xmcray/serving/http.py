@@ -440,4 +440,8 @@ def _route_problem(request: Request, error: HTTPException) -> ProblemError:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{request.method} {path} is not allowed, expected {allowed}; {advice}"
         return ProblemError("not-allowed", message)
-    return ProblemError("invalid", f"{request.method} {path}: {error.detail}; {advice}")
+    # FastAPI's 400: the body is not UTF-8, or nested too deeply.
+    message = (
+        f"{request.method} {path}: {error.detail}, expected a JSON object in UTF-8; correct it"
+    )
+    return ProblemError("invalid", message)

@@ -322,6 +322,15 @@ async def test_requests_that_are_refused(
             "invalid",
             "the body is no JSON (Expecting ',' delimiter, character 14), expected a JSON object",
         ),
+        (
+            "POST",
+            "/v1/search",
+            b'{"texts": ["\xff"]}',
+            {"Content-Type": "application/json"},
+            400,
+            "invalid",
+            "error parsing the body, expected a JSON object in UTF-8; correct it",
+        ),
         ("POST", "/v1/search", b"", {}, 422, "invalid", "has no body, expected a JSON object; see"),
         (
             "POST",
