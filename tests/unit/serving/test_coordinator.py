@@ -111,6 +111,7 @@ async def test_a_swap_after_a_restart_waits_for_replicas_that_have_not_reported_
 ) -> None:
     monkeypatch.setattr(replicas, "ALIVE_S", 1.5)
     monkeypatch.setattr(replicas, "CHECK_S", 0.1)
+    monkeypatch.setattr(follower, "PRESENT_S", 0.1)
     paths = {"default": str(bundle)}
     config = ServeConfig(bundles=paths, state_dir=str(tmp_path), bundle_roots=(str(other.parent),))
     request = SwapRequest(bundle=str(other), recall_floor=0, version=None)
@@ -124,14 +125,14 @@ async def test_a_swap_after_a_restart_waits_for_replicas_that_have_not_reported_
     replica._follow = after.follow
     try:
         swap = asyncio.create_task(after.swap("default", request))
-        done, _ = await asyncio.wait([swap], timeout=0.7)
+        done, _ = await asyncio.wait([swap], timeout=0.5)
         assert not done, "a replica that is still answering has not reported"
         task = asyncio.create_task(replica.run())
         response = await swap
         assert replica.current(None).version == response.version
         # Of replicas that died with the coordinator nothing is heard.
         task.cancel()
-        await asyncio.sleep(1.5)
+        monkeypatch.setattr(replicas, "ALIVE_S", 0.1)
         await after.swap("default", request)
     finally:
         after.close()
