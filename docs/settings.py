@@ -27,27 +27,31 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD]
     shared = [f for f in dataclasses.fields(RunConfig) if f.name not in NOT_SHARED]
-    parts += [section(field.name, field.default_factory) for field in shared]
+    parts += [section(field.name, field.default_factory()) for field in shared]
     for name, kind in OPTIONAL_SECTIONS.items():
         methods = [method for method in method_names() if name in method_entry(method).sections]
-        parts.append(section(name, kind, f"`{name}` of {', '.join(methods)}"))
+        parts.append(section(name, kind(), f"`{name}` of {', '.join(methods)}"))
     for name in method_names():
-        parts += [section("method", method_entry(name).config_type, f"`method` of {name}")]
+        parts += [section("method", method_entry(name).config_type(), f"`method` of {name}")]
     return "\n".join(parts)
 
 
-def section(name: str, kind: Any, title: str = "") -> str:
-    """One table of setting, default and meaning; nested sections follow it."""
-    meanings = meanings_of(kind)
+def section(name: str, defaults: Any, title: str = "") -> str:
+    """One table of setting, default and meaning; nested sections follow it.
+
+    Args:
+        name: of the section.
+        defaults: settings of the section. Those of a nested section may differ from its class's own.
+        title: heading; the name if not given.
+    """
+    meanings = meanings_of(type(defaults))
     lines = [f"## {title or f'`{name}`'}", "", "| setting | default | meaning |", "|---|---|---|"]
     nested = []
-    for field in dataclasses.fields(kind):
+    for field in dataclasses.fields(defaults):
         dotted = f"{name}.{field.name}"
-        default = field.default
-        if default is dataclasses.MISSING:
-            default = field.default_factory()
+        default = getattr(defaults, field.name)
         if dataclasses.is_dataclass(default):
-            nested.append(section(dotted, type(default)))
+            nested.append(section(dotted, default))
             continue
         shown = "(empty)" if default == "" else f"`{default}`"
         # A bar would end the cell.

@@ -10,6 +10,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from xmcray.methods.registry import method_names
+from xmcray.training.run import RunConfig
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -18,6 +21,17 @@ def test_settings_page_is_up_to_date() -> None:
     assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == script["page"](), (
         "run: python docs/settings.py"
     )
+
+
+def test_settings_page_has_the_defaults_of_each_method() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    for method in method_names():
+        # Up to the next method.
+        section = page.split(f"## `method` of {method}\n")[1].split("## `method` of ")[0]
+        rates = re.findall(r"\| `method\.classifier\.lr` \| `(.*?)`", section)
+        settings = RunConfig.resolve(method, {}).to_dict()["method"]
+        own = [str(settings["classifier"]["lr"])] if "classifier" in settings else []
+        assert rates == own, method
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:

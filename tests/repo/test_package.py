@@ -172,6 +172,17 @@ def test_each_method_has_a_space_and_a_schema() -> None:
         assert not schema.is_valid({"optim": {"epochs": "three"}})
 
 
+def test_a_schema_has_the_defaults_of_the_method() -> None:
+    for method in method_names():
+        sections = settings_schema(method)["properties"]["method"]["properties"]
+        if "classifier" not in sections:
+            continue
+        settings = sections["classifier"]["properties"]
+        shown = {name: setting["default"] for name, setting in settings.items()}
+        own = RunConfig.resolve(method, {}).to_dict()["method"]["classifier"]
+        assert shown == own, method
+
+
 def test_the_configuration_that_is_printed_gives_the_same_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

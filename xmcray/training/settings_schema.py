@@ -28,13 +28,13 @@ def settings_schema(method_name: str) -> dict[str, Any]:
     entry = method_entry(method_name)
     properties: dict[str, Any] = {
         "method_name": {"const": method_name},
-        "method": _section_schema(entry.config_type),
+        "method": _section_schema(entry.config_type()),
     }
     for field in dataclasses.fields(RunConfig):
         if field.default_factory is not dataclasses.MISSING:
-            properties[field.name] = _section_schema(field.default_factory)
+            properties[field.name] = _section_schema(field.default_factory())
     for name in entry.sections:
-        properties[name] = _section_schema(OPTIONAL_SECTIONS[name])
+        properties[name] = _section_schema(OPTIONAL_SECTIONS[name]())
     return {
         "$schema": _DIALECT,
         "title": f"Settings of xmcray train {method_name}",
@@ -44,21 +44,26 @@ def settings_schema(method_name: str) -> dict[str, Any]:
     }
 
 
-def _section_schema(kind: Any) -> dict[str, Any]:
-    """The schema of a settings class, with those of the classes in it."""
+def _section_schema(defaults: Any) -> dict[str, Any]:
+    """The schema of a settings class, with those of the classes in it.
+
+    Args:
+        defaults: its settings. Those of a nested section may differ from its class's own.
+    """
+    kind = type(defaults)
     types = typing.get_type_hints(kind)
     meanings = meanings_of(kind)
     properties = {}
     for field in dataclasses.fields(kind):
         field_type = types[field.name]
+        default = getattr(defaults, field.name)
         if dataclasses.is_dataclass(field_type):
-            properties[field.name] = _section_schema(field_type)
+            properties[field.name] = _section_schema(default)
             continue
         schema = TypeAdapter(field_type).json_schema()
         if field.name in meanings:
             schema["description"] = meanings[field.name]
-        if field.default is not dataclasses.MISSING:
-            schema["default"] = field.default
+        schema["default"] = default
         properties[field.name] = schema
     return {
         "type": "object",
