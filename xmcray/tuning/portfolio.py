@@ -101,6 +101,8 @@ def _candidate(
     method: str, preset: str, is_other_encoder: bool, has_transformer: bool
 ) -> Candidate:
     settings = configs.load_yaml(f"preset:{method}/{preset}")
+    # The candidate says it, and it is no setting of a trial.
+    del settings["method_name"]
     for section in _LEFT_OUT:
         settings.pop(section, None)
     values = dotted(settings)

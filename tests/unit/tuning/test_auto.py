@@ -288,6 +288,9 @@ def test_presets_of_about_the_size_come_first(monkeypatch: pytest.MonkeyPatch) -
         assert tuple(candidate.method for candidate in chosen[: len(defaults)]) == defaults
         has_distilled = any("encoder.init_from" in candidate.values for candidate in chosen)
         assert has_distilled == can_distil
+        # Only names such as "optim.lr" are settings of a trial.
+        names = {name for candidate in chosen for name in candidate.values}
+        assert [name for name in names if "." not in name] == []
 
 
 @pytest.mark.parametrize(
