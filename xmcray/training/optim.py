@@ -68,7 +68,7 @@ class OptimConfig:
             self,
             "optim",
             epochs=1,
-            stop_epoch=(0, self.epochs),
+            stop_epoch=0,
             batch_size=1,
             lr=0,
             token_lr=0,

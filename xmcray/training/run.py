@@ -32,7 +32,7 @@ import yaml
 
 from xmcray import config as configs
 from xmcray import errors
-from xmcray.config import check_choices, check_ranges
+from xmcray.config import check_choices, check_range, check_ranges
 from xmcray.data.batches import DataConfig
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError, XmcrayError, readable
@@ -171,9 +171,17 @@ class RunConfig:
         method_name: str,
         values: Mapping[str, Any],
         overrides: Sequence[str] = (),
+        *,
+        is_stored: bool = False,
     ) -> RunConfig:
         """A configuration from YAML values and dotted overrides.
 
+        Args:
+            method_name: name of the method.
+            values: by section.
+            overrides: assignments such as "optim.epochs=3".
+            is_stored: whether an earlier release may have trained with it, which accepted epochs that
+                are refused now.
         Raises:
             ConfigError: unknown method or key, or a value out of range.
         """
@@ -213,8 +221,10 @@ class RunConfig:
                 " the encoder's own columns, expected astra, renee, or dexml without a cache; leave it"
                 " out"
             )
-        if entry.needs_negatives(config.method):
-            config.refuse_positives_alone()
+        if not is_stored:
+            check_range("optim.stop_epoch", config.optim.stop_epoch, 0, config.optim.epochs)
+            if entry.needs_negatives(config.method):
+                config.refuse_positives_alone()
         return config
 
     def refuse_positives_alone(self) -> None:
@@ -303,7 +313,7 @@ class Run:
         try:
             body = read_json(folder / "run.json")
             values = body["config"]
-            config = RunConfig.resolve(values["method_name"], values)
+            config = RunConfig.resolve(values["method_name"], values, is_stored=True)
             corpus = str(body["corpus"])
             start = body.get("start")
             return cls(folder, body["id"], config, corpus, body["corpus_sha256"], start)

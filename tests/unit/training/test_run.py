@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from xmcray.errors import RunError
+from xmcray.errors import ConfigError, RunError
 from xmcray.storage.whole_files import aside
 from xmcray.storage.work_folder import locked
 from xmcray.training.run import RUN_FOLDER, Run, RunConfig, discard, open_or_create
@@ -74,6 +75,27 @@ def test_the_configuration_of_the_start_stays_when_only_the_machine_changes(tmp_
     assert {path.name: path.read_bytes() for path in first.path.iterdir()} == before
     with pytest.raises(RunError, match=r"was started with optim\.epochs = 15, now 3"):
         start(tmp_path / "r", "optim.epochs=3")
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("optim", {"stop_epoch": 99}),
+        ("negatives", {"uniform": 0, "start_epoch": 99}),
+    ],
+)
+def test_a_run_of_an_earlier_release_opens_with_epochs_that_are_refused_now(
+    tmp_path: Path, section: str, values: dict[str, int]
+) -> None:
+    run = start(tmp_path / "run")
+    with pytest.raises(ConfigError):
+        RunConfig.resolve("astra", {section: values})
+    file = run.path / "run.json"
+    body = json.loads(file.read_text())
+    body["config"][section].update(values)
+    file.write_text(json.dumps(body))
+    opened = Run.open(run.path).config.to_dict()[section]
+    assert values.items() <= opened.items()
 
 
 def test_runs_may_share_the_vectors_of_a_frozen_encoder(tmp_path: Path) -> None:
