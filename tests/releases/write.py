@@ -36,6 +36,7 @@ SETTINGS = [
     "negatives.hard=2",
     "negatives.uniform=5",
     "negatives.start_epoch=2",
+    "method.classifier.lr=0.05",  # the default of 0.1.0
 ]
 TEXTS = ["w0x0 w0x1", "w3x1 w4x2 w5x0", ""]
 K = 5

@@ -39,10 +39,13 @@ SMALL = {
     "negatives.hard": 0,
     "cluster.threads_per_process": 1,
 }
+ASTRA = {"negatives.uniform": 10, "optim.lr": 0.05}
+# So low rates teach neither the encoder nor the rows anything.
+BEHIND = {"negatives.uniform": 10, "optim.lr": 1e-9, "method.classifier.lr": 1e-9}
 CANDIDATES = [
-    Candidate("astra", "sample", "static", {"optim.lr": 0.05, "negatives.uniform": 10}),
+    Candidate("astra", "sample", "static", ASTRA),
     Candidate("dexml", "sample", "static", {"optim.lr": 0.05}),
-    Candidate("astra", "sample", "static", {"optim.lr": 1e-9, "negatives.uniform": 10}),
+    Candidate("astra", "sample", "static", BEHIND),
 ]
 
 
