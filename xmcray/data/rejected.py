@@ -64,6 +64,10 @@ class RejectedRows:
             self._path.unlink()
         return num_rows
 
+    def close(self) -> None:
+        """Ends the nameless file, as `TextKeys.close` does."""
+        self._file.close()
+
     def _in_order(self) -> Iterator[Rejected]:
         """All rows by split, then in the order of the raw files."""
         for place in sorted(self._places):

@@ -66,7 +66,7 @@ class TextKeys:
     """The keys of all texts of a corpus, in any order.
 
     Args:
-        folder: where the files are; they have no names and end with this object.
+        folder: where the files are; they have no names and end with `close`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -91,6 +91,11 @@ class TextKeys:
         odd[_ONLY_CASE] = _num_distinct(keys[LABELS_WITH_CASE]) - _num_distinct(keys["labels"])
         odd[LEAKS] = _num_shared(keys["test"], keys["train"])
         return odd
+
+    def close(self) -> None:
+        """Ends the files. NFS shows a nameless file under a name of its own as long as it is open."""
+        for file in self._files.values():
+            file.close()
 
     def _sorted(self, name: str) -> Keys:
         file = self._files.get(name)

@@ -184,6 +184,9 @@ class CorpusWriter:
         self.num_rejected = self.rejected.write(self.earlier_rejected)
         self._count_unseen_labels()
         self._count_equal_texts()
+        # Before all files of the folder are listed.
+        self.keys.close()
+        self.rejected.close()
         self._card(tokenizer).save(self.folder / "card.yaml")
 
     def _check_training_queries(self) -> None:

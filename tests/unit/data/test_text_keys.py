@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 from corpora import appended, corpus_of
 
 from xmcray.data import text_keys
-from xmcray.data.corpus import Corpus
+from xmcray.data.corpus import KIND, Corpus
 from xmcray.data.text_keys import LEAKS, TextKeys, keys_by_name
+from xmcray.storage.manifest import read_manifest
 
 LABELS = ["Blue kettle", "blue  kettle", "Blue kettle", "pot", ""]
 TRAIN = ["a kettle", "A  kettle", "camp fire", "tea", "", ""]
@@ -110,6 +112,17 @@ def test_appended_rows_are_compared_with_those_before(tmp_path: Path) -> None:
     grown = appended(corpus, second, tmp_path / "b")
 
     assert odd_texts(grown) == EXPECTED
+
+
+def test_a_corpus_on_nfs_lists_no_nameless_file(
+    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = corpus_of(raw, tmp_path / "here")
+    # NFS gives a file without a name one of its own as long as it is open.
+    monkeypatch.setattr(tempfile, "TemporaryFile", tempfile.NamedTemporaryFile)
+    on_nfs = corpus_of(raw, tmp_path / "nfs")
+    names = read_manifest(here.path, KIND).files.keys()
+    assert read_manifest(on_nfs.path, KIND).files.keys() == names
 
 
 def test_keys_are_counted_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
