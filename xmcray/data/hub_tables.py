@@ -33,6 +33,8 @@ SPLITS = ("train", "test", "labels")
 _BATCH_ROWS = 16_384
 # In CSV, only a blank cell is empty. The default also drops texts and labels such as "NA" and "None".
 _CSV_OPTIONS = {"keep_default_na": False, "na_values": [""]}
+# Files that describe a data set, whatever their suffixes.
+_ABOUT_DATA = ("LICENCE", "LICENSE", "README", "dataset_infos")
 _QUERY_FIELDS = {"uid": pa.string(), "text": pa.string(), "labels": pa.list_(pa.string())}
 _LABEL_SCHEMA = pa.schema({"uid": pa.string(), "text": pa.string()})
 
@@ -199,7 +201,7 @@ class HubTables:
         read_files.update(path.resolve() for path in find(Path(self.source), REMOVED_UIDS))
         unread = []
         for path in sorted(Path(self.source).iterdir()):
-            is_data = path.suffix not in ("", ".md")
+            is_data = path.suffix not in ("", ".md") and path.stem not in _ABOUT_DATA
             if is_data and path.is_file() and path.resolve() not in read_files:
                 unread.append(path.name)
         if unread:
