@@ -227,7 +227,7 @@ def test_files_next_to_the_tables_are_not_ignored_in_silence(
 ) -> None:
     source = tmp_path / "set"
     write_table(source / "train.parquet", {"text": ["a"], "labels": ["b"]})
-    for name in ("LICENSE", "LICENSE.txt", "README.md", "dataset_infos.json"):
+    for name in ("LICENSE", "LICENSE.txt", "dataset_infos.json"):
         (source / name).write_text("{}")
     (source / "removed_labels.jsonl").write_text('{"uid": "b"}\n')
     raw_files(source, tmp_path / "raw")
