@@ -131,6 +131,7 @@ def draw(seed: int) -> list[Drawn]:
             settings += [f"negatives.uniform={one_of(500, 1000, 2000, 4000)}"]
         if method in ("astra", "renee", "unidec"):
             settings += [f"method.classifier.kind={one_of('sgd', 'adagrad', 'adam')}"]
+            settings += ["method.classifier.lr=0.01"]
         if method in ("renee", "dexml"):
             settings[0] = "negatives.hard=0"
         if method in ("rae", "prime", "unidec"):

@@ -62,8 +62,16 @@ CASES = {
         130,
         ("method.index_on=labels", "method.max_positives=1", "method.init=texts"),
     ),
-    "astra, adam": Case("astra", 1, 3, 140, ("method.classifier.kind=adam", "method.dropout=0")),
-    "astra, adagrad": Case("astra", 1, 4, 130, ("method.classifier.kind=adagrad",)),
+    "astra, adam": Case(
+        "astra",
+        1,
+        3,
+        140,
+        ("method.classifier.kind=adam", "method.classifier.lr=0.01", "method.dropout=0"),
+    ),
+    "astra, adagrad": Case(
+        "astra", 1, 4, 130, ("method.classifier.kind=adagrad", "method.classifier.lr=0.05")
+    ),
     # Each prefix asks whether it reads the rows that the first one has read, and moves its inputs.
     "astra, prefixes": Case("astra", 3, 10, 250, ("encoder.matryoshka=[4,8]",)),
     "renee": Case("renee", 1, 4, 100),

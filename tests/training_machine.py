@@ -51,7 +51,11 @@ SETTINGS = (
     "log.checkpoint_every=5",
     "log.validate_every=0",
 )
-ROWS = ("method.classifier.kind=adagrad", "method.classifier.weight_decay=0.001")
+ROWS = (
+    "method.classifier.kind=adagrad",
+    "method.classifier.lr=0.05",
+    "method.classifier.weight_decay=0.001",
+)
 METHODS = {  # each with something to refresh
     "astra": (*ROWS, "negatives.uniform=10", "negatives.hard=4", "negatives.cluster_size=4"),
     "dexml": ("method.columns=hard", "method.hard_per_query=3", "negatives.hard=4"),

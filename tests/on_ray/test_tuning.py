@@ -37,6 +37,7 @@ SETTINGS = [
     "optim.batch_size=64",
     "optim.warmup_steps=10",
     "method.classifier.kind=adagrad",
+    "method.classifier.lr=0.1",
     "negatives.uniform=50",
     "negatives.hard=5",
     "negatives.start_epoch=2",

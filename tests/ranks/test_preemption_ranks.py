@@ -24,6 +24,7 @@ SETTINGS = [
     "optim.batch_size=64",
     "optim.epochs=6",
     "method.classifier.kind=adagrad",
+    "method.classifier.lr=0.05",
     "method.classifier.weight_decay=0.001",
     "negatives.uniform=20",
     "negatives.hard=5",

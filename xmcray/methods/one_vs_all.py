@@ -10,6 +10,7 @@ from torch import Tensor
 
 from xmcray import draws
 from xmcray.config import check_choices, check_ranges
+from xmcray.errors import ConfigError
 from xmcray.losses.bce import full_bce
 from xmcray.losses.pairs import Pairs
 from xmcray.methods.base import BundleSpec, Method, MethodContext
@@ -56,6 +57,12 @@ class OneVsAllConfig:
     chunk_labels: int = 2048
 
     def __post_init__(self) -> None:
+        rows = self.classifier
+        if rows.kind != "sgd" and rows.lr == _CLASSIFIER_LR:
+            raise ConfigError(
+                f"method.classifier.kind is {rows.kind}, but the default of method.classifier.lr,"
+                f" {rows.lr:g}, is a rate for sgd; set one for {rows.kind}, such as 0.01"
+            )
         check_choices(self, "method")
         check_ranges(
             self,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from xmcray import config
+from xmcray.errors import ConfigError
 from xmcray.training.run import RunConfig
 
 NUM_GPUS = 16
@@ -175,3 +176,11 @@ def test_prime_lite_has_one_positive_and_half_the_batch(name: str) -> None:
 def test_the_default_rate_of_rows_is_that_of_a_summed_loss(method: str) -> None:
     run = RunConfig.resolve(method, {}, [])
     assert run.method.classifier.lr == 0.05 * run.optim.batch_size
+
+
+@pytest.mark.parametrize("kind", ["adam", "adagrad"])
+def test_other_optimisers_of_rows_need_a_rate_of_their_own(kind: str) -> None:
+    settings = [f"method.classifier.kind={kind}"]
+    with pytest.raises(ConfigError, match=f"is a rate for sgd; set one for {kind}"):
+        RunConfig.resolve("astra", {}, settings)
+    RunConfig.resolve("astra", {}, [*settings, "method.classifier.lr=0.01"])

@@ -85,8 +85,22 @@ def size_of(tensors: Any) -> int:
     ("method", "settings"),
     [
         ("astra", []),
-        ("astra", ["method.classifier.kind=adam", "encoder.bigram_buckets=50"]),
-        ("astra", ["method.classifier.storage=bfloat16", "method.classifier.kind=adagrad"]),
+        (
+            "astra",
+            [
+                "method.classifier.kind=adam",
+                "method.classifier.lr=0.01",
+                "encoder.bigram_buckets=50",
+            ],
+        ),
+        (
+            "astra",
+            [
+                "method.classifier.storage=bfloat16",
+                "method.classifier.kind=adagrad",
+                "method.classifier.lr=0.05",
+            ],
+        ),
         ("renee", ["method.classifier.momentum=0", "optim.precision=float64"]),
         ("unidec", ["method.head_dim=6"]),
         ("unidec", ["method.balance=1"]),

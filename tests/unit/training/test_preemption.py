@@ -37,7 +37,11 @@ SETTINGS += [
     "method.dropout=0.2",
     "log.every=1",
 ]
-SETTINGS += ["method.classifier.kind=adagrad", "cluster.threads_per_process=1"]
+SETTINGS += [
+    "method.classifier.kind=adagrad",
+    "method.classifier.lr=0.05",
+    "cluster.threads_per_process=1",
+]
 
 
 @pytest.fixture(scope="module")

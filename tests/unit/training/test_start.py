@@ -183,7 +183,11 @@ def test_a_run_that_was_killed_ends_with_the_same_bytes(
     [
         ("renee", {}, "was trained with astra, which cannot go on as renee"),
         ("astra", {"encoder.dim": 8}, "was trained with encoder.dim = 16, now 8, which cannot"),
-        ("astra", {"method.classifier.kind": "adam"}, "other settings of its classifier rows"),
+        (
+            "astra",
+            {"method.classifier.kind": "adam", "method.classifier.lr": 0.01},
+            "other settings of its classifier rows",
+        ),
         ("astra", {"optim.precision": "float64"}, "was trained with optim.precision"),
     ],
 )
