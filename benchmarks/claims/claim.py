@@ -290,7 +290,7 @@ def packed(result: Result, compared: Container[str]) -> Result:
 
 
 def unpacked(result: Result) -> Result:
-    """The inverse of `packed`."""
+    """A measurement as `packed` left it in the store."""
     if "hits" not in result:
         return result
     text = zlib.decompress(base64.b85decode(result["hits"]))
