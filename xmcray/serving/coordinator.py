@@ -29,7 +29,7 @@ from xmcray.serving.label_log import LabelLog
 from xmcray.serving.metrics import coordinator_metrics
 from xmcray.serving.operations import check_operations
 from xmcray.serving.problems import ProblemError
-from xmcray.serving.replicas import Replicas
+from xmcray.serving.replicas import ALIVE_S, Replicas
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
 from xmcray.serving.source import SnapshotSource
@@ -165,11 +165,13 @@ class SnapshotCoordinator(SnapshotSource):
                     await self._decide(model, Decision(old.bundle))
             # Requests go on with the old bundle until their replica has switched. One that is busy
             # with another model may take as long as a load. One that starts answers nothing yet.
+            # All of the swap shares one limit, because the client does not wait for ever.
             version = model.decision.bundle.version
+            left_s = self._config.swap_s - (time.monotonic() - begin)
             num_missing = await self._replicas.wait_for(
                 model.name,
                 lambda state: state.answering in ("", version),
-                self._config.swap_s,
+                max(ALIVE_S, left_s),
             )
             if num_missing:
                 log.warning("model %s: %d replica(s) did not switch", model.name, num_missing)
