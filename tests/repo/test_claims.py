@@ -118,33 +118,21 @@ def test_validation_chooses_once_for_all_seeds(
     assert measured == ["low", "high", "as high"]
 
 
+def untitled(claim: Any, **changed: Any) -> Any:
+    """A claim of which only these attributes matter."""
+    attributes = dict.fromkeys(("title", "statement", "source", "setup"), "")
+    return claim.Claim(number=1, variants={}, **attributes, **changed)
+
+
 def test_slow_variants_have_fewer_seeds(claim: Any) -> None:
-    made = claim.Claim(
-        number=1,
-        title="",
-        statement="",
-        source="",
-        setup="",
-        variants={},
-        comparisons=[],
-        seeds=10,
-        slow=["long"],
-    )
+    made = untitled(claim, comparisons=[], seeds=10, slow=["long"])
     assert made.seeds_of("long", 5) == range(5)
     assert made.seeds_of("short", 5) == range(10)
 
 
 def test_the_store_keeps_what_the_verdict_needs(claim: Any) -> None:
     comparison = claim.Comparison(of="a", metric="P@1", against="b", against_metric="text P@1")
-    made = claim.Claim(
-        number=1,
-        title="",
-        statement="",
-        source="",
-        setup="",
-        variants={},
-        comparisons=[comparison],
-    )
+    made = untitled(claim, comparisons=[comparison])
     hits = {"P@1": "1100", "text P@1": "0100", "P@5": "5432"}
     results = {
         name: {seed: {"P@1": 0.5, "text P@1": 0.25, "hits": hits} for seed in range(3)}

@@ -1,8 +1,8 @@
-"""A place in a label log, by which logs that have the same numbers are told apart.
+"""A position in a label log that distinguishes it from the same position in another log.
 
-Two servers number their operations alike, and a log that is restored from its copy gives numbers
-again that a crash took back. So a number alone does not say which operations a bundle or a replica
-has. A place also names the log, and the commit that ends there.
+Every log numbers its operations from 1. A log that is restored from an older copy assigns numbers
+a second time. A number alone therefore does not say which operations a bundle or a replica has. A
+place also names the log and the commit that ends there.
 """
 
 from __future__ import annotations

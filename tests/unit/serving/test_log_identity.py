@@ -159,27 +159,29 @@ async def test_a_replica_ahead_of_a_restored_log_loads_the_bundle_again(
             assert found.label_id(uid) == expected.label_id(uid), uid
 
 
+async def replica_of_a_lost_log(config: ServeConfig) -> Follower:
+    """A replica with the label "lost" of a log that is gone."""
+    async with coordinating(config) as first:
+        follower = Follower(config, first.follow)
+        await follower.start()
+        await first.operate("default", [add("lost", TEXT)])
+        await follower._step(1.0)
+    shutil.rmtree(config.state_dir)
+    return follower
+
+
 async def test_requests_of_the_log_that_was_lost_are_not_answered_from_the_new_one(
     bundle: Path, tmp_path: Path
 ) -> None:
     config = ServeConfig(bundles={"default": str(bundle)}, state_dir=str(tmp_path / "state"))
-    references = []
-    async with coordinating(config) as first:
-        follower = Follower(config, first.follow)
-        await follower.start()
-        for uid in ("lost", "new"):
-            async with contextlib.AsyncExitStack() as stack:
-                coordinator = first
-                if uid == "new":
-                    first.close()
-                    shutil.rmtree(tmp_path / "state")
-                    coordinator = await stack.enter_async_context(coordinating(config))
-                    follower._follow = coordinator.follow
-                await coordinator.operate("default", [add(uid, TEXT)])
-                for _ in range(3):
-                    await follower._step(0.1)
-                references.append(follower.current(None).reference)
-    lost, new = references
+    follower = await replica_of_a_lost_log(config)
+    lost = follower.current(None).reference
+    async with coordinating(config) as second:
+        follower._follow = second.follow
+        await second.operate("default", [add("new", TEXT)])
+        for _ in range(3):
+            await follower._step(0.1)
+    new = follower.current(None).reference
     assert (lost.place.number, lost.version) == (new.place.number, new.version) == (1, lost.version)
     for reference, uid in ((lost, "lost"), (new, "new")):
         snapshot = await follower.referenced(reference, 0.1)
@@ -190,13 +192,8 @@ async def test_a_request_of_a_lost_log_waits_for_no_number_of_the_new_one(
     bundle: Path, tmp_path: Path
 ) -> None:
     config = ServeConfig(bundles={"default": str(bundle)}, state_dir=str(tmp_path / "state"))
-    async with coordinating(config) as first:
-        follower = Follower(config, first.follow)
-        await follower.start()
-        await first.operate("default", [add("lost", TEXT)])
-        await follower._step(1.0)
-        lost = follower.current(None).reference
-    shutil.rmtree(tmp_path / "state")
+    follower = await replica_of_a_lost_log(config)
+    lost = follower.current(None).reference
     async with coordinating(config) as second:
         follower._follow = second.follow
         await follower._step(0.1)
@@ -279,12 +276,7 @@ async def test_the_service_answers_while_a_replica_loads_again(
     bundle: Path, tmp_path: Path
 ) -> None:
     config = ServeConfig(bundles={"default": str(bundle)}, state_dir=str(tmp_path / "state"))
-    async with coordinating(config) as first:
-        follower = Follower(config, first.follow)
-        await follower.start()
-        await first.operate("default", [add("lost", TEXT)])
-        await follower._step(1.0)
-    shutil.rmtree(tmp_path / "state")
+    follower = await replica_of_a_lost_log(config)
     async with coordinating(config) as second:
         follower._follow = second.follow
         service = Service(config, follower)
