@@ -2,7 +2,7 @@
 
 Memory is the PSS of the driver and of every Ray process, summed every two seconds; the figure is its peak less what the
 idle cluster and the freshly started driver hold. Speed is compared with the tokenizers library alone on the same cores,
-which tokenizes every text as a whole; `prepare` looks up the chunks that it has met (data/token_cache.py).
+which tokenizes every text as a whole; `prepare` looks up the words that it has met (data/token_cache.py).
 """
 
 from __future__ import annotations

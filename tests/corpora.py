@@ -12,7 +12,7 @@ from planted import WORDS_PER_LABEL, write_planted, write_side_vectors
 from xmcray.data.append import appended_files, settings_of
 from xmcray.data.appended_labels import match_labels
 from xmcray.data.chunks import NO_PAIRS, pack_chunk, read_chunks, survey, test_keys
-from xmcray.data.continued_writer import changed_files, continued_writer
+from xmcray.data.continued_writer import continued_writer, files_to_write
 from xmcray.data.corpus import KIND, Corpus
 from xmcray.data.formats import RawFiles, detect
 from xmcray.data.text_keys import NO_KEYS
@@ -95,7 +95,7 @@ def appended(
     tokenizer = corpus.tokenizer()
     linked: dict[str, FileEntry] = {}
     with new_artifact(out, KIND, {"made_by": "tests"}, linked) as folder:
-        changed = changed_files(manifest.files, source, config)
+        changed = files_to_write(manifest.files, source, config)
         linked.update(link_files(corpus.path, manifest, folder, changed))
         writer = continued_writer(folder, corpus, source, config)
         write_rows(writer, source, tokenizer)

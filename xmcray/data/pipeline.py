@@ -29,7 +29,7 @@ from xmcray.data.chunks import (
     survey,
     test_keys,
 )
-from xmcray.data.continued_writer import changed_files, continued_writer
+from xmcray.data.continued_writer import continued_writer, files_to_write
 from xmcray.data.corpus import KIND, Corpus
 from xmcray.data.formats import RawFiles
 from xmcray.data.stream import (
@@ -160,7 +160,7 @@ def append(
     about["on_leak"] = config.on_leak
     linked: dict[str, FileEntry] = {}
     with ray_session(), new_artifact(out, KIND, about, linked) as folder:
-        changed = changed_files(manifest.files, source, config)
+        changed = files_to_write(manifest.files, source, config)
         linked.update(link_files(corpus.path, manifest, folder, changed))
         writer = continued_writer(folder, corpus, source, config)
         with progress_bar(progress) as bar:

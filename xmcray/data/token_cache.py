@@ -1,9 +1,10 @@
-"""Token ids of texts by the ids of their chunks, each of which the tokenizers library meets once.
+"""Token ids of texts, put together from the remembered token ids of their words.
 
-For WordPiece as `tokens.train_wordpiece` makes it, a text's tokens are those of the chunks between
-its spaces, one after the other: what normalises a text looks at single characters and their accents,
-and no token reaches over a space. Most chunks of a text were in another one before, so looking them
-up takes a fifth to a tenth of the library's time.
+A word here is what stands between two spaces, with its punctuation. For WordPiece as
+`tokens.train_wordpiece` makes it, the tokens of a text are those of its words in order: the
+normaliser changes each character alone or with its accents, and no token contains a space. Most words
+of a text were in another one before, and looking them up is faster than tokenizing them again
+(benchmarks/prepare.py).
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
-MAX_CHUNKS = 1 << 15  # about 10 MB
-MAX_CHARS = 64  # a longer chunk hardly comes again
+MAX_WORDS = 1 << 15  # about 10 MB of memory when full
+MAX_WORD_CHARS = 64  # a longer word hardly comes again
 
 
 class TokenCache:
-    """Remembers the token ids of chunks.
+    """Remembers the token ids of words. Several threads may use it.
 
     Args:
-        backend: one of which `is_separable` is true. It must not truncate.
+        backend: one of which `is_separable` is true. It must not truncate texts.
     """
 
     def __init__(self, backend: Tokenizer) -> None:
@@ -32,29 +33,30 @@ class TokenCache:
         """The first `max_len` token ids of a text."""
         found: list[int] = []
         known = self._ids
-        for chunk in text.replace("\n", " ").split(" "):
-            ids = known.get(chunk)
-            found += self._tokenize(chunk) if ids is None else ids
+        # Newlines are frequent, so they separate words too. The library splits at other white space.
+        for word in text.replace("\n", " ").split(" "):
+            ids = known.get(word)
+            found += self._tokenize(word) if ids is None else ids
             if len(found) >= max_len:
                 break
         return found[:max_len]
 
-    def _tokenize(self, chunk: str) -> list[int]:
-        ids: list[int] = self._backend.encode(chunk).ids
-        if len(chunk) <= MAX_CHARS:
-            # Frequent chunks are soon back, so it does not matter which ones go.
-            if len(self._ids) >= MAX_CHUNKS:
+    def _tokenize(self, word: str) -> list[int]:
+        ids: list[int] = self._backend.encode(word).ids
+        if len(word) <= MAX_WORD_CHARS:
+            # All of them go: frequent words are soon back.
+            if len(self._ids) >= MAX_WORDS:
                 self._ids.clear()
-            self._ids[chunk] = ids
+            self._ids[word] = ids
         return ids
 
 
 def is_separable(backend: Tokenizer) -> bool:
-    """Whether the tokens of a text are those of its chunks between spaces."""
-    # Added tokens may hold spaces, and a post-processor puts tokens before and behind a text.
-    whole_texts = backend.get_added_tokens_decoder() or backend.post_processor
+    """Whether the tokens of a text are surely those of its words; False if in doubt."""
+    # Added tokens may hold spaces, and a post-processor puts tokens before and after a text.
+    sees_whole_texts = backend.get_added_tokens_decoder() or backend.post_processor
     return (
-        not whole_texts
+        not sees_whole_texts
         and isinstance(backend.normalizer, BertNormalizer)
         and isinstance(backend.pre_tokenizer, BertPreTokenizer)
         and isinstance(backend.model, WordPiece)

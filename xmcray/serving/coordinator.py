@@ -195,7 +195,7 @@ class SnapshotCoordinator(SnapshotSource):
         """Lets all replicas load a bundle and then answer from it; returns its recall."""
         bundle = request.bundle
         snapshot = await self._in_loader(self._load, model.name, bundle)
-        place = await self._in_worker(model.log.find, snapshot.place)
+        place = await self._in_worker(model.log.resume_place, snapshot.place)
         snapshot = snapshot.at(place)
         snapshot = await self._in_loader(_caught_up, snapshot, model.log)
         version = snapshot.version
@@ -322,7 +322,7 @@ class SnapshotCoordinator(SnapshotSource):
         if expected not in (None, snapshot.version):
             log.warning("model %s: %s has changed since it was swapped in", name, bundle)
         label_log = folder.open_log(snapshot.place)
-        snapshot = snapshot.at(label_log.find(snapshot.place))
+        snapshot = snapshot.at(label_log.resume_place(snapshot.place))
         decision = Decision(ServedBundle(bundle, snapshot.version, snapshot.place))
         snapshot = _caught_up(snapshot, label_log)
         if expected is None:

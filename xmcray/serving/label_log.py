@@ -89,7 +89,7 @@ class LabelLog:
         self.model = model
         self.uploader: Uploader | None = None
         self._state = Path(state_dir)
-        self._newest: LogPlace | None = None  # behind the last append of this process
+        self._newest: LogPlace | None = None  # after the last append of this process
         self._writing = threading.Lock()
         with contextlib.ExitStack() as stack, disk_errors(self._state):
             make_folder(self._state)
@@ -105,7 +105,7 @@ class LabelLog:
             self._create_if_missing(start_after, copy)
             self._database = LogDatabase(self._state / DATABASE, model)
             stack.callback(self._database.close)
-            self.find(start_after)
+            self.resume_place(start_after)  # refuses a bundle that is ahead of the log
             if copy:
                 uploader = Uploader(self._database, copy, upload_every_s)
                 self._database.check_writable()  # the uploader may have found another log's copy
@@ -148,7 +148,7 @@ class LabelLog:
             now = round(time.time(), 3)
             line = encode_line(self.model, self.last + 1, now, operations)
             self._database.append(line)
-            self._newest = self._place_behind(line)
+            self._newest = self._place_after(line)
         return line.last
 
     def since(self, number: int, max_bytes: int = READ_BYTES) -> list[Operation]:
@@ -175,7 +175,7 @@ class LabelLog:
         return operations
 
     def place(self, number: int) -> LogPlace:
-        """The place behind the commit that ends with an operation, or before the first one."""
+        """The place after the commit that ends with an operation, or before the first one."""
         # Known without reading: nothing may fail between an append and its use.
         newest = self._newest
         if newest is not None and number == newest.number:
@@ -183,29 +183,35 @@ class LabelLog:
         line = self._database.line_ending_with(number)
         if line is None:
             return LogPlace(number, log=self._database.first_line.log)
-        return self._place_behind(line)
+        return self._place_after(line)
 
-    def _place_behind(self, line: Line) -> LogPlace:
+    def _place_after(self, line: Line) -> LogPlace:
         return LogPlace(line.last, line.digest.decode(), self._database.first_line.log)
 
     def holds(self, place: LogPlace) -> bool:
         """Whether this log has just the operations that lead to a place of a replica."""
         return place == self.place(place.number)
 
-    def find(self, held: LogPlace) -> LogPlace:
-        """The place from which this log goes on for a bundle.
+    def resume_place(self, held: LogPlace) -> LogPlace:
+        """This log's place after the operations that a bundle holds already.
 
         Args:
-            held: the place that the bundle records (`place_in`).
+            held: the place that the bundle records (`place_in`); what it does not know matches
+                anything.
         Returns:
-            That place; or the one before all operations, if the bundle holds those of another log,
-            or some that this log does not have because it was restored from an earlier copy.
+            The place with the bundle's number. Or the place before all operations, if the bundle
+            holds operations of another log, or some whose numbers this log has given to others since
+            it was restored. An operation sets its label whatever the bundle says of it, so all of
+            them can be applied. From there `since` raises StorageError if the log began later.
         Raises:
-            StorageError: the bundle holds later operations than the log, which may be an old one.
+            StorageError: the bundle's number is beyond the end of this log, which is then an old
+                copy.
         """
         start = self._database.first_line
-        is_base = held.number == start.last and held.commit in ("", start.base)
-        if is_base:
+        # This log was begun after this bundle, whose operations are of an earlier log. So this comes
+        # before the logs are compared.
+        begins_here = held.number == start.last and held.commit in ("", start.base)
+        if begins_here:
             return self.place(held.number)
         if held.log and start.log and held.log != start.log:
             return self.place(0)
@@ -217,6 +223,7 @@ class LabelLog:
         place = self.place(held.number)
         if place.commit and held.commit in ("", place.commit):
             return place
+        # No commit of this log ends there, or another one does.
         return self.place(0)
 
     def copy_lag_s(self) -> float:

@@ -14,10 +14,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class LogPlace:
-    """The place behind an operation.
+    """The place right after an operation.
 
     Attributes:
-        number: number of the operation.
+        number: number of the operation; 0 is before the first one.
         commit: hash of the commit that ends with it, or of the log's first line; "" if unknown.
         log: identity of the log; "" if unknown. Earlier versions wrote none.
     """
@@ -31,22 +31,22 @@ BEGINNING = LogPlace()  # before all operations
 
 
 def place_in(about: Mapping[str, Any], model: str) -> LogPlace:
-    """The place behind the operations in a bundle, as it was recorded.
+    """The place after the operations in a bundle, as it was recorded.
 
     Args:
         about: `about` of the bundle's manifest.
         model: name of the model whose log is meant.
     Returns:
-        The place; that before all operations if the bundle holds none of a log of this model.
+        The place; `BEGINNING` if the bundle records none, or one of another model.
     """
-    held = about.get("label_log") or {}
-    if held.get("model") != model:
+    record = about.get("label_log") or {}
+    if record.get("model") != model:
         return BEGINNING
-    return LogPlace(int(held["number"]), held.get("commit", ""), held.get("log", ""))
+    return LogPlace(int(record["number"]), record.get("commit", ""), record.get("log", ""))
 
 
 def record_of(model: str, place: LogPlace) -> dict[str, Any]:
-    """What the manifest of a bundle records, for `place_in`."""
+    """The value of `about["label_log"]` in the manifest of a bundle, which `place_in` reads."""
     record = {"model": model, "number": place.number}
     if place.commit:
         record["commit"] = place.commit

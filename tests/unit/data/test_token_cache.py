@@ -1,4 +1,4 @@
-"""Texts have the same tokens by their chunks as from the tokenizers library."""
+"""Texts have the same tokens by their words as from the tokenizers library."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_tokens_are_those_of_the_library(words: list[str], separator: str, max_l
     expected = LIBRARY.encode(text).ids[:max_len]
     cache = TokenCache(LIBRARY)
     assert cache.token_ids(text, max_len) == expected
-    assert cache.token_ids(text, max_len) == expected, "with its chunks known"
+    assert cache.token_ids(text, max_len) == expected, "with its words known"
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_cache, "MAX_CHUNKS", 3)
+    monkeypatch.setattr(token_cache, "MAX_WORDS", 3)
     cache = TokenCache(LIBRARY)
     for text in ("the tokens", "of a text", "the tokens of a text", "x" * 65):
         assert cache.token_ids(text, 99) == LIBRARY.encode(text).ids

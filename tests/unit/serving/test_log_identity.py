@@ -210,16 +210,16 @@ def test_a_bundle_that_is_ahead_of_its_own_log_is_refused(tmp_path: Path) -> Non
         shutil.copytree(tmp_path / "log", tmp_path / "old")
         log.append([add("b")])
         held = log.place(2)
-        assert log.find(held) == held
+        assert log.resume_place(held) == held
     with pytest.raises(StorageError, match="ends with operation 1, the bundle holds 2 of model"):
         LabelLog(tmp_path / "old", "m", start_after=held)
     with LabelLog(tmp_path / "old", "m") as log:
         with pytest.raises(StorageError, match="ends with operation 1, the bundle holds 2"):
-            log.find(held)
+            log.resume_place(held)
         log.append([add("c")])
         # The number alone would match now.
-        assert log.find(held) == log.place(0)
-        assert log.find(log.place(1)) == log.place(1)
+        assert log.resume_place(held) == log.place(0)
+        assert log.resume_place(log.place(1)) == log.place(1)
 
 
 def test_logs_and_bundles_of_earlier_versions_are_read(tmp_path: Path) -> None:
@@ -233,18 +233,18 @@ def test_logs_and_bundles_of_earlier_versions_are_read(tmp_path: Path) -> None:
         with LabelLog(folder, "m", start_after=LogPlace(begin)) as log:
             assert log.append([add("a"), add("b")]) == begin + 2
             for number in (begin, begin + 2):
-                assert log.find(LogPlace(number)) == log.place(number)
+                assert log.resume_place(LogPlace(number)) == log.place(number)
                 # A bundle that this version compacts.
-                assert log.find(log.place(number)) == log.place(number)
+                assert log.resume_place(log.place(number)) == log.place(number)
             # No batch ends there, so the number is another log's.
-            assert log.find(LogPlace(begin + 1)) == log.place(0)
+            assert log.resume_place(LogPlace(begin + 1)) == log.place(0)
             with pytest.raises(StorageError, match="restore the newest"):
-                log.find(LogPlace(begin + 3))
+                log.resume_place(LogPlace(begin + 3))
     with LabelLog(tmp_path / "new", "m", start_after=LogPlace(7)) as log:
-        assert log.find(LogPlace(7)) == log.place(7)
+        assert log.resume_place(LogPlace(7)) == log.place(7)
         assert log.append([add("a")]) == 8
-        assert log.find(LogPlace(7)) == log.place(7)
-        assert log.find(BEGINNING) == log.place(0)
+        assert log.resume_place(LogPlace(7)) == log.place(7)
+        assert log.resume_place(BEGINNING) == log.place(0)
 
 
 def test_two_logs_do_not_share_a_copy(tmp_path: Path) -> None:
