@@ -13,18 +13,41 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from claim import FRESH, STORE, Claim, collect, due, mean, measured, packed, result_file, section
+from claim import (
+    FAILS,
+    FRESH,
+    HOLDS,
+    INCONCLUSIVE,
+    MISSING,
+    STORE,
+    Claim,
+    collect,
+    due,
+    mean,
+    measured,
+    packed,
+    result_file,
+    section,
+)
 from common import new_parser, provenance
 from pictures import standalone
 from variants import Result, Variant
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
+# How the number of claims with a verdict is put.
+COUNTED = {
+    HOLDS: "hold",
+    FAILS: "fail",
+    INCONCLUSIVE: "are inconclusive",
+    MISSING: "are not measured",
+}
 
 
 def main() -> None:
@@ -106,12 +129,14 @@ def write(claims: dict[str, Claim], arguments: argparse.Namespace) -> None:
     pictures: Path = arguments.out / "claims"
     pictures.mkdir(parents=True, exist_ok=True)
     table = []
+    verdicts: Counter[str] = Counter()
     sections = []
     seconds = 0.0
     seen: set[Path] = set()
     for script, claim in claims.items():
         results = collect(claim, arguments.seeds)
         verdict = claim.verdict(results)
+        verdicts[verdict] += 1
         anchor = f"claim-{claim.number}"
         table.append(f"| [{claim.number}](#{anchor}) | {claim.title} | {verdict} |")
         command = f"`python benchmarks/claims/{script}.py`"
@@ -120,6 +145,7 @@ def write(claims: dict[str, Claim], arguments: argparse.Namespace) -> None:
             (pictures / f"{script}.svg").write_text(picture, encoding="utf-8")
             sections += [f"![{claim.title}](claims/{script}.svg)", ""]
         seconds += spent(claim.variants, results, seen)
+    counts = ", ".join(f"{verdicts[name]} {words}" for name, words in COUNTED.items())
     head = [
         "# The papers' claims on small data",
         "",
@@ -131,6 +157,8 @@ def write(claims: dict[str, Claim], arguments: argparse.Namespace) -> None:
         "The verdict is read off the interval and nothing else: **holds** if it lies wholly inside what the claim says,",
         "**fails** if wholly outside, **inconclusive** otherwise. A claim fails if one of its lines does, and holds if",
         "all do. Shares are in percent on the test split, by exact search.",
+        "",
+        f"Of {len(claims)} claims {counts}.",
         "",
         "| | claim | verdict |",
         "|---|---|---|",
