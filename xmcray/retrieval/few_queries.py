@@ -70,11 +70,15 @@ def answer_at_once(
     """
     query = np.ascontiguousarray(queries[0], np.float32)
     best = _best_at_once(vectors, query, k, ids)
-    if best is None or len(set(best.scores.tolist())) < k:
+    if best is None:
         return None
-    scores = best.scores
-    scores += 0.0  # turns -0.0 into 0.0, as in other answers
-    return TopLabels(best.ids[None], scores[None])
+    best_ids, scores = best
+    values = scores.tolist()
+    if len(set(values)) < k:
+        return None
+    if 0.0 in values:
+        scores += 0.0  # turns -0.0, which equals 0.0, into 0.0, as in other answers
+    return TopLabels(best_ids[None], scores[None])
 
 
 def best_rows(
@@ -91,7 +95,7 @@ def best_rows(
     """
     best = None if len(hidden) else _best_at_once(vectors, query, k, ids)
     if best is not None:
-        return best
+        return BestRows(*best)
     scores = _scores(vectors, query)
     scores[hidden] = -np.inf
     rows = reaching_kth(scores, k)
@@ -105,8 +109,8 @@ def best_rows(
 
 def _best_at_once(
     vectors: Float32Array, query: Float32Array, k: int, ids: Int64Array
-) -> BestRows | None:
-    """The k best rows, best first, as FAISS finds them while it computes scores; None if it cannot.
+) -> tuple[Int64Array, Float32Array] | None:
+    """Ids and scores of the k best rows, best first, as FAISS finds them; None if it cannot.
 
     A few numbers are compared as Python's: a call of NumPy takes microseconds, and all of this is
     to take ten.
@@ -119,7 +123,7 @@ def _best_at_once(
     if rows.item(k) < 0 or next_score == last_score:
         return None
     best_ids = ids.take(rows[:k])
-    return None if min(best_ids.tolist()) < 0 else BestRows(best_ids, scores[:k])
+    return None if min(best_ids.tolist()) < 0 else (best_ids, scores[:k])
 
 
 def reaching_kth(scores: Float32Array, k: int, lowest: float = LOWEST) -> Int64Array:

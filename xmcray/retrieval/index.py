@@ -138,18 +138,13 @@ class Index:
         """
         if ids is None:
             ids = self._positions
-        if len(queries) == 1 and hidden is None and (exact or self.is_exact):
-            answer = self._answer_at_once(queries, k, ids)
+        is_simple = len(queries) == 1 and hidden is None and (exact or self.is_exact)
+        if is_simple and self._searchable is not None:
+            answer = few_queries.answer_at_once(self._searchable, queries, k, ids)
             if answer is not None:
                 return answer
         rows = AnswerableRows.of(len(self), len(queries), ids, hidden)
         return from_keys(self.search_keys(queries, k, rows, exact))
-
-    def _answer_at_once(self, queries: Float32Array, k: int, ids: Int64Array) -> TopLabels | None:
-        """The answer to one query where scores alone decide; None if other searches must find it."""
-        if self._searchable is None:
-            return None
-        return few_queries.answer_at_once(self._searchable, queries, k, ids)
 
     @functools.cached_property
     def _searchable(self) -> Float32Array | None:
