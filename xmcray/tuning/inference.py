@@ -48,7 +48,7 @@ from xmcray.training.run import OPTIONAL_SECTIONS
 from xmcray.tuning.proposals import RandomProposals
 from xmcray.tuning.report import write_report
 from xmcray.tuning.space import Space, Values, check_space, nested
-from xmcray.tuning.sweep import Trial
+from xmcray.tuning.sweep import Trial, Validation
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, spans
 
 # Of the indexes that lose less than this to the best one, the fastest is the best.
@@ -124,7 +124,7 @@ class BundleSweep:
         write_text(folder / "best.yaml", f"# {self.summary}.\n{best}")
         trials = []
         for number, setting in enumerate(self.settings):
-            curve = ((0, setting.metrics[self.metric]),)
+            curve = (Validation(epochs=0, score=setting.metrics[self.metric]),)
             trials.append(Trial(number, setting.values, "finished", curve=curve))
         notes = f"Best: {self.summary}."
         write_report(folder / "report.html", title, self.metric, self.space, trials, notes)

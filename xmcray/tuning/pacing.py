@@ -1,6 +1,6 @@
-"""Ends a training that is behind, too slow, or not done when the time is over.
+"""Ends a training that is behind, too slow, or not finished when the time is over.
 
-The training gets SIGTERM, at which it saves a checkpoint. The same call continues it.
+The training gets SIGTERM, saves a checkpoint and ends. The same call continues it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from xmcray.training.records import Record, following, read_records
 from xmcray.tuning.study import METRIC, Clock
 from xmcray.tuning.sweep import Trial, score_of
 
-# A trial is compared with its rival after a third of its epochs.
+# Share of its epochs after which a trial is compared with its rival.
 RUNG = 1 / 3
-# Of the allowed time, before the speed of a training is judged.
+# Share of the allowed time that passes before the speed of a training is judged.
 _PATIENCE = 0.05
 
 
@@ -27,10 +27,10 @@ class Limits:
     """When a training ends early.
 
     Attributes:
-        end_s: of the clock; the time is over then.
-        allowed_s: for the whole training. One that will need more is too slow.
-        grace_s: so much later the time is over for a training that is more than half done.
-        rival: the score that it must have passed after a third of its epochs, read at that moment.
+        end_s: seconds on the clock at which the time is over.
+        allowed_s: seconds that the whole training may take. One that will need more is too slow.
+        grace_s: seconds after `end_s` that are left to a training that is more than half done.
+        rival: called after a third of the epochs; the training ends unless its score is higher.
     """
 
     end_s: float
@@ -43,14 +43,14 @@ class Pacer:
     """Watches one training.
 
     Args:
-        clock: counts its time.
-        name: for which the clock counts.
-        epochs: of the training.
-        limits: when it ends early.
+        clock: counts the training's seconds.
+        name: name under which the clock counts them.
+        epochs: number of epochs of the training.
+        limits: when the training ends early.
 
     Attributes:
-        reason: why it was ended; empty while it was not.
-        epoch_s: seconds of an epoch, once a training was too slow.
+        reason: why the training was ended early; empty if it was not.
+        epoch_s: seconds per epoch; 0 unless the training is too slow.
     """
 
     def __init__(self, clock: Clock, name: str, epochs: int, limits: Limits) -> None:
@@ -61,24 +61,26 @@ class Pacer:
         self.reason = ""
         self.epoch_s = 0.0
         self._best = 0.0
-        self._is_late = False
+        self._is_past_half = False
         self._timer = threading.Timer(0, self._end_of_time)
         self._stop: Callable[[], None] = lambda: None
-        # Step and seconds of the first record that was heard.
+        # Step and seconds of the first record of this process.
         self._start: tuple[int, float] | None = None
 
     @contextlib.contextmanager
     def watch(self, run: Path, stop: Callable[[], None]) -> Iterator[None]:
-        """A context around a training.
+        """Judges a training by its records while the block runs.
 
         Args:
             run: folder of its run.
-            stop: asks it to end.
+            stop: asks the training to end.
         """
         self._stop = stop
-        # A training that is continued has a past.
+        # A training that is continued was validated before.
         for record in read_records(run / "metrics.jsonl"):
-            self._best = max(self._best, score_of(record, METRIC) or 0.0)
+            score = score_of(record, METRIC)
+            if score is not None:
+                self._best = max(self._best, score)
         self._set_timer(self.limits.end_s - self.clock.spent_s)
         try:
             with self.clock.counting(self.name), following(run / "metrics.jsonl", self.hear):
@@ -87,15 +89,16 @@ class Pacer:
             self._timer.cancel()
 
     def _set_timer(self, seconds: float) -> None:
-        """Ends the training later; records may come too late for that if steps are slow."""
+        """Sets when the time is over. A timer, because slow steps may write no record by then."""
         seconds = min(max(0.0, seconds), threading.TIMEOUT_MAX)
         self._timer = threading.Timer(seconds, self._end_of_time)
         self._timer.daemon = True
         self._timer.start()
 
     def _end_of_time(self) -> None:
-        left_s = self.limits.end_s + self.limits.grace_s - self.clock.spent_s
-        if self._is_late and left_s > 0:
+        grace_end_s = self.limits.end_s + self.limits.grace_s
+        left_s = grace_end_s - self.clock.spent_s
+        if self._is_past_half and left_s > 0:
             self._set_timer(left_s)
         else:
             self._end("out of time")
@@ -108,29 +111,32 @@ class Pacer:
             self._judge_speed(int(record["step"]), int(record["last_step"]))
             return
         self._best = max(self._best, score)
-        is_rung = int(record["epoch"]) + 1 == rung(self.epochs)
-        if is_rung and self._best <= self.limits.rival():
+        epochs_done = int(record["epoch"]) + 1
+        if epochs_done == rung(self.epochs) and self._best <= self.limits.rival():
             self._end("behind")
 
     def _judge_speed(self, step: int, last_step: int) -> None:
+        """Ends the training if it will take longer than it may."""
         spent_s = self.clock.seconds_of(self.name)
         if self._start is None:
-            # Reading the corpus and building the model are over.
+            # Measured from here on: the corpus has been read and the model built.
             self._start = (step, spent_s)
             return
         start_step, start_s = self._start
         passed_s = spent_s - start_s
-        # Later than half-way, more would be lost than gained.
-        self._is_late = 2 * step > last_step
-        is_early = step <= start_step or passed_s < _PATIENCE * self.limits.allowed_s
-        if self._is_late or is_early:
-            return
+        self._is_past_half = 2 * step > last_step
+        if self._is_past_half:
+            return  # more would be lost than gained
+        if step <= start_step or passed_s < _PATIENCE * self.limits.allowed_s:
+            return  # too early to tell
         step_s = passed_s / (step - start_step)
-        if spent_s + step_s * (last_step - step) > self.limits.allowed_s:
+        expected_s = spent_s + step_s * (last_step - step)
+        if expected_s > self.limits.allowed_s:
             self.epoch_s = step_s * last_step / self.epochs
             self._end("too slow")
 
     def _end(self, reason: str) -> None:
+        """Asks the training to end, once."""
         if not self.reason:
             self.reason = reason
             self._stop()
@@ -142,7 +148,9 @@ def rung(epochs: int) -> int:
 
 
 def score_at_rung(trial: Trial, epochs: int) -> float:
-    """The best score of a trial up to the epoch after which it was compared; -inf before that."""
-    if not any(epoch >= rung(epochs) for epoch, _ in trial.curve):
+    """The best score of a trial up to the epoch after which it is compared; -inf before that."""
+    rung_epoch = rung(epochs)
+    if not trial.curve or trial.curve[-1].epochs < rung_epoch:
         return -math.inf
-    return max(score for epoch, score in trial.curve if epoch <= rung(epochs))
+    scores = [validation.score for validation in trial.curve if validation.epochs <= rung_epoch]
+    return max(scores)

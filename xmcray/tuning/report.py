@@ -19,8 +19,8 @@ from xmcray.tuning.space import Choice, Distribution, NumberRange, Space, Value
 from xmcray.tuning.sweep import State, Trial
 from xmcray.types import Float64Array
 
-# Colours of the lowest, a middle and the highest score. From dark to bright, so that readers who
-# confuse colours can tell the lines apart.
+# Colours of the lowest, a middle and the highest score. They go from dark to bright, so that
+# readers who confuse colours can tell the lines apart.
 SCALE = (0.0, 0.5, 1.0)
 COLOURS = ((68, 1, 84), (38, 140, 141), (244, 160, 24))
 ENDED: tuple[State, ...] = ("finished", "stopped", "failed")
@@ -49,7 +49,7 @@ class _Line:
     """A trial in the parallel coordinates.
 
     Attributes:
-        places: of its values and its score, 0 to 1 on each axis.
+        places: where its values and its score lie, 0 to 1 on each axis.
         colour: from dark for the lowest score to bright for the highest.
         kind: CSS classes.
         hint: text that is shown when the pointer rests on it.
@@ -74,12 +74,24 @@ def write_report(
     Args:
         path: the HTML file.
         title: heading of the page.
-        metric: by which trials are compared.
+        metric: the metric by which trials are compared.
         space: the settings that were searched.
         trials: the best first.
         notes: a sentence under the heading.
     """
     scores = [trial.score for trial in trials if trial.score is not None]
+    frame = Frame(
+        x_low=0,
+        x_high=len(space),
+        y_low=0,
+        y_high=1,
+        width=1080,
+        height=380,
+        left=90,
+        right=990,
+        top=20,
+        base=324,
+    )
     page = render(
         "sweep_report.html.j2",
         title=title,
@@ -89,18 +101,7 @@ def write_report(
         trials=trials,
         shown=shown,
         shares=importance(space, trials),
-        frame=Frame(
-            0,
-            len(space),
-            0,
-            1,
-            width=1080,
-            height=380,
-            left=90,
-            right=990,
-            top=20,
-            base=324,
-        ),
+        frame=frame,
         axes=_axes(metric, space, scores),
         lines=_lines(metric, space, trials, scores),
     )
@@ -111,22 +112,24 @@ def importance(space: Space, trials: Sequence[Trial]) -> dict[str, float]:
     """Share of the metric's variance over trials that each setting explains alone, largest first.
 
     Trials are compared at the last epoch that all of them reached, so that stopped trials count
-    too. The share of a number is that of a parabola in its place on its scale. The share of a choice is
-    that of the means of its values. Both are adjusted for the number of parameters (adjusted R
-    squared), so that what chance explains is 0. Interactions of settings are not measured.
+    too. A number explains what a parabola in its place on its scale fits. A choice explains what
+    the means of its values fit. Both are adjusted for the number of parameters (adjusted R
+    squared), so that a setting without any effect gets about 0. Interactions of settings are not
+    measured.
 
     Returns:
         Share by setting; empty if fewer than five trials were validated.
     """
     validated = [trial for trial in trials if trial.curve and trial.state != "failed"]
-    last_common_epoch = min((trial.curve[-1][0] for trial in validated), default=0)
+    last_epochs = [trial.curve[-1].epochs for trial in validated]
+    last_common_epoch = min(last_epochs, default=0)
     compared = []
     scores = []
     for trial in validated:
-        curve = [score for epoch, score in trial.curve if epoch <= last_common_epoch]
-        if curve:
+        score = _score_at(trial, last_common_epoch)
+        if score is not None:
             compared.append(trial)
-            scores.append(curve[-1])
+            scores.append(score)
     score_N = np.array(scores)
     if len(compared) < MIN_TRIALS or not np.ptp(score_N):
         return {}
@@ -136,6 +139,15 @@ def importance(space: Space, trials: Sequence[Trial]) -> dict[str, float]:
         shares[name] = _explained_variance(distribution, values, score_N)
     # The largest first; of equal shares in the order of the space, because sorting is stable.
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def _score_at(trial: Trial, epochs: int) -> float | None:
+    """Score of a trial's last validation within its first epochs; None if there is none."""
+    score = None
+    for validation in trial.curve:
+        if validation.epochs <= epochs:
+            score = validation.score
+    return score
 
 
 def shown(value: Value) -> str:
@@ -173,9 +185,9 @@ def _summary(trials: Sequence[Trial]) -> str:
     """How many trials there are, how they ended, and how much they trained."""
     counts = Counter(trial.state for trial in trials)
     num_steps = sum(trial.steps for trial in trials)
-    ended = [f"{counts[state]} {state}" for state in ENDED if counts[state]]
-    endings = ", ".join(ended) or "none ended"
-    summary = f"{len(trials)} trials ({endings})"
+    endings = [f"{counts[state]} {state}" for state in ENDED if counts[state]]
+    endings_text = ", ".join(endings) or "none ended"
+    summary = f"{len(trials)} trials ({endings_text})"
     # The sweep of a bundle trains nothing.
     if num_steps:
         summary += f", {num_steps:,} training steps"
@@ -187,12 +199,11 @@ def _axes(metric: str, space: Space, scores: Sequence[float]) -> list[_Axis]:
     axes = []
     for dotted_name, distribution in space.items():
         section, _, name = dotted_name.rpartition(".")
-        samples = distribution.values_to_check()
-        ends = (str(samples[0]), str(samples[-1]))
+        values = distribution.values_to_check()
         # Numbers are shortened, as long as a float holds them exactly.
-        if isinstance(distribution, NumberRange) and distribution.high < 1e15:
-            ends = (short_number(samples[0]), short_number(samples[-1]))
-        axes.append(_Axis(name, section, *ends))
+        is_shortened = isinstance(distribution, NumberRange) and distribution.high < 1e15
+        text_of = short_number if is_shortened else str
+        axes.append(_Axis(name, section, lowest=text_of(values[0]), highest=text_of(values[-1])))
     if scores:
         lowest = _percent(min(scores))
         highest = _percent(max(scores))
@@ -214,15 +225,17 @@ def _lines(
     for trial in trials:
         if trial.score is None:
             continue
+        score_place = score_range.place(trial.score)
         places = [space[name].place(trial.values[name]) for name in space]
-        settings = [f"{name} {shown(value)}" for name, value in trial.values.items()]
-        share = score_range.place(trial.score)
+        places.append(score_place)
         kind = "cut" if trial.state == "stopped" else ""
-        if not lines:  # trials come the best first
+        if not lines:  # the best trial comes first
             kind = f"best {kind}".strip()
+        settings = [f"{name} {shown(value)}" for name, value in trial.values.items()]
         hint = f"{trial.name}: {metric} {trial.score_text}; {', '.join(settings)}"
-        lines.append(_Line([*places, share], _colour(share), kind, hint))
-    return lines[::-1]  # what comes last is drawn on top: the best trial
+        lines.append(_Line(places, _colour(score_place), kind, hint))
+    # The last line is drawn on top, so the best trial comes last.
+    return lines[::-1]
 
 
 def _percent(score: float) -> str:
@@ -231,7 +244,10 @@ def _percent(score: float) -> str:
 
 def _colour(share: float) -> str:
     """A colour of the scale, 0 to 1, as #rrggbb."""
-    # Red, green and blue, each with its values along the scale.
-    channels = zip(*COLOURS, strict=True)
-    rgb = [round(np.interp(share, SCALE, values)) for values in channels]
+    # One row for each colour of the scale, with its amounts of red, green and blue.
+    colours = np.array(COLOURS)
+    rgb = []
+    for channel in range(3):
+        amount = np.interp(share, SCALE, colours[:, channel])
+        rgb.append(round(amount))
     return "#" + bytes(rgb).hex()

@@ -217,8 +217,8 @@ def asha(sweep: Sweep) -> ASHAScheduler:
             # The scheduler wants no more of a trial than its name.
             past_trial: Any = SimpleNamespace(trial_id=trial.name)
             scheduler.on_trial_add(no_controller, past_trial)
-            for epoch, score in trial.curve:
-                result = {TIME: epoch, SCORE: score}
+            for validation in trial.curve:
+                result = {TIME: validation.epochs, SCORE: validation.score}
                 scheduler.on_trial_result(no_controller, past_trial, result)
     return scheduler
 

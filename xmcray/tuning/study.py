@@ -103,8 +103,7 @@ class Attempt:
         best = self.trial.best
         if best is None:
             return 1.0
-        _, epoch = best
-        return epoch / self.config.optim.num_epochs
+        return best.epochs / self.config.optim.num_epochs
 
     @property
     def config(self) -> RunConfig:
@@ -116,7 +115,7 @@ class Attempt:
         """Seconds of an epoch, everything included; None before the first validation."""
         if not self.trial.curve:
             return None
-        return self.seconds / self.trial.curve[-1][0]
+        return self.seconds / self.trial.curve[-1].epochs
 
 
 def is_finished(run: Path) -> bool:

@@ -20,9 +20,9 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
@@ -35,9 +35,9 @@ from xmcray.training.records import read_records
 from xmcray.training.run import RunConfig
 from xmcray.tuning.space import Space, Values, nested, parse_space
 
-# A killed process may leave the parts before the folder has a sweep.json.
+# A process that is killed early may leave these two folders without a sweep.json.
 SWEEP_FOLDER = FolderKind("sweep", "sweep.json", ("ledger", "trials"))
-# What a validation during training measures.
+# Metrics that a validation during training computes.
 METRICS = ("nDCG@5", "P@1", "P@3", "P@5", "PSP@1", "PSP@5", "R@10")
 State = Literal["finished", "stopped", "unfinished", "failed"]  # in the order of the ranking
 # The large files of a run; the rest is small.
@@ -59,12 +59,12 @@ class SweepConfig:
         search: "random", or "optuna" (a Parzen estimator).
         scheduler: "asha" ends trials that are behind others at the same epoch; "none" trains all of
             them to the end.
-        metric: on the validation split, by which trials are compared; of several, joined by "+",
-            the mean.
-        seed: of the sampled values.
-        first: values of the first trials, which are given instead of sampled.
-        trial_cpu_s: seconds of CPU time; a trial that would need more for its training is stopped
-            as soon as its steps show it. 0 is no limit.
+        metric: the metric on the validation split by which trials are compared; of several names
+            joined by "+", their mean.
+        seed: seed of the sampled values.
+        first: values of the first trials, which are not sampled.
+        trial_cpu_s: CPU seconds that a training may take. A trial is stopped as soon as its steps
+            show that it needs more. 0 is no limit.
     """
 
     method: str
@@ -91,7 +91,7 @@ class SweepConfig:
         """The configuration of a trial.
 
         Args:
-            values: of the searched settings, by dotted name.
+            values: values of the searched settings, by dotted name.
             cluster: settings of section `cluster` in place of the sweep's.
 
         Raises:
@@ -102,24 +102,36 @@ class SweepConfig:
         return RunConfig.resolve(self.method, merged)
 
 
+class Validation(NamedTuple):
+    """One validation of a trial; results.json holds it as a list.
+
+    Attributes:
+        epochs: epochs trained before it.
+        score: the metric by which trials are compared.
+    """
+
+    epochs: int
+    score: float
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One trial as far as it has come.
 
     Attributes:
         number: its place in the sweep.
-        values: of the searched settings, by dotted name.
+        values: values of the searched settings, by dotted name.
         state: how it ended.
         message: why it failed or was stopped.
-        curve: (epochs done, metric) of each validation.
-        steps: of training, all restarts together.
+        curve: its validations, by epoch.
+        steps: training steps so far; a step that a restart repeats counts once.
     """
 
     number: int
     values: Values
     state: State
     message: str = ""
-    curve: tuple[tuple[int, float], ...] = field(default=())
+    curve: tuple[Validation, ...] = ()
     steps: int = 0
 
     @property
@@ -128,37 +140,35 @@ class Trial:
         return f"{self.number:04d}"
 
     @property
-    def best(self) -> tuple[float, int] | None:
-        """Metric and epoch of its best validation, the earlier of equal ones."""
+    def best(self) -> Validation | None:
+        """Its best validation; None if there is none, or the trial failed."""
         if self.state == "failed" or not self.curve:
             return None
-        # The negative epoch: of equal scores, the earlier epoch is the maximum.
-        score, negative_epoch = max((score, -epoch) for epoch, score in self.curve)
-        return score, -negative_epoch
+        # Of equal scores, `max` returns the first, which is that of the earliest epoch.
+        return max(self.curve, key=lambda validation: validation.score)
 
     @property
     def score(self) -> float | None:
         """Metric of its best validation."""
-        return None if self.best is None else self.best[0]
+        return None if self.best is None else self.best.score
 
     @property
     def score_text(self) -> str:
         """Its score in percent, as it is printed."""
-        return "-" if self.best is None else f"{100 * self.best[0]:.2f}"
+        return "-" if self.best is None else f"{100 * self.best.score:.2f}"
 
     @property
     def epoch_text(self) -> str:
         """The epoch of its best validation, as it is printed."""
-        return "-" if self.best is None else str(self.best[1])
+        return "-" if self.best is None else str(self.best.epochs)
 
     def plain(self) -> dict[str, Any]:
         """Plain values for results.json."""
-        score, epoch = self.best or (None, None)
         return {
             "trial": self.name,
             "state": self.state,
-            "score": score,
-            "epoch": epoch,
+            "score": self.score,
+            "epoch": None if self.best is None else self.best.epochs,
             "steps": self.steps,
             "values": self.values,
             "curve": self.curve,
@@ -186,8 +196,8 @@ class Sweep:
             RunError: the folder holds another sweep; the message names the first difference.
         """
         if (path / "sweep.json").is_file():
-            sweep = cls.open(path)
-            difference = next(configs.differences(_identity(sweep.config), _identity(config)), None)
+            before = _identity(cls.open(path).config)
+            difference = next(configs.differences(before, _identity(config)), None)
             if difference:
                 raise RunError(
                     f"{path} holds a sweep with {difference};"
@@ -195,8 +205,8 @@ class Sweep:
                 )
         (path / "ledger").mkdir(exist_ok=True)
         (path / "trials").mkdir(exist_ok=True)
-        # Written last, because this file makes the folder a sweep; and at every start, because the
-        # corpus may have moved.
+        # Written last, because this file makes the folder a sweep. Written at every start, because
+        # the corpus may have moved.
         write_json(path / "sweep.json", dataclasses.asdict(config))
         return cls(path.absolute(), config)
 
@@ -207,9 +217,10 @@ class Sweep:
         Raises:
             RunError: the folder is not a sweep.
         """
+        folder = Path(path).absolute()
         try:
-            body = json.loads((Path(path) / "sweep.json").read_text(encoding="utf-8"))
-            return cls(Path(path).absolute(), configs.build(SweepConfig, body))
+            text = (folder / "sweep.json").read_text(encoding="utf-8")
+            return cls(folder, configs.build(SweepConfig, json.loads(text)))
         except (FileNotFoundError, NotADirectoryError):
             raise RunError(f"{path} is not a sweep: it has no sweep.json") from None
         except (ValueError, TypeError, AttributeError, RecursionError, ConfigError):
@@ -245,37 +256,41 @@ class Sweep:
     def trials(self) -> list[Trial]:
         """All trials that have values, by number."""
         entries = (self.path / "ledger").glob("[0-9]*.json")
-        numbers = sorted(int(path.stem) for path in entries if path.stem.isdecimal())
-        return [self.trial(number) for number in numbers]
+        # A copy that someone made, such as "0007-copy.json", is no trial.
+        numbers = [int(path.stem) for path in entries if path.stem.isdecimal()]
+        return [self.trial(number) for number in sorted(numbers)]
 
     def trial(self, number: int) -> Trial:
         """A trial that has values."""
         entry = self._entry(number)
-        metric = self.config.metric
         score_by_epoch: dict[int, float] = {}
         steps = 0
         for record in read_records(self.run_path(number) / "metrics.jsonl"):
             steps = max(steps, int(record["step"]))
-            score = score_of(record, metric)
+            score = score_of(record, self.config.metric)
             if score is not None:
                 # A resumed run repeats epochs; the newest value counts.
                 score_by_epoch[record["epoch"] + 1] = score
+        curve = [Validation(epochs, score_by_epoch[epochs]) for epochs in sorted(score_by_epoch)]
         return Trial(
             number,
-            entry["values"],
-            entry.get("state", "unfinished"),
-            entry.get("message", ""),
-            tuple(sorted(score_by_epoch.items())),
-            steps,
+            values=entry["values"],
+            state=entry.get("state", "unfinished"),
+            message=entry.get("message", ""),
+            curve=tuple(curve),
+            steps=steps,
         )
 
     def ranked(self) -> list[Trial]:
         """The best first: trials that trained to the end, then stopped ones, then the others."""
         states = get_args(State)
-        return sorted(
-            self.trials(),
-            key=lambda trial: (states.index(trial.state), -(trial.score or 0.0), trial.number),
-        )
+
+        def rank(trial: Trial) -> tuple[int, float]:
+            # Negative, so that the largest score comes first.
+            return states.index(trial.state), -(trial.score or 0.0)
+
+        # Equal trials stay in the order of their numbers, because sorting is stable.
+        return sorted(self.trials(), key=rank)
 
     def prune(self, keep: int) -> None:
         """Removes checkpoints and other large files of trials that have ended, except of the best.
@@ -295,7 +310,10 @@ class Sweep:
 
         Section `cluster` is left out because it belongs to a machine.
         """
-        return self._settings_of(self.ranked())
+        ranked = self.ranked()
+        if not ranked or ranked[0].score is None:
+            return None
+        return self._settings_of(ranked[0])
 
     def write_results(self) -> None:
         """Writes results.json, and best.yaml if some trial has a score."""
@@ -306,21 +324,18 @@ class Sweep:
             "trials": [trial.plain() for trial in ranked],
         }
         write_json(self.path / "results.json", results)
-        settings = self._settings_of(ranked)
-        if settings is not None:
-            best = ranked[0]
-            score, epoch = best.best or (0.0, 0)
-            comment = (
-                f"# Trial {best.name}: {self.config.metric} {score:.4f} on validation"
-                f" after epoch {epoch}.\n"
-            )
-            text = yaml.safe_dump(settings, sort_keys=False)
-            write_text(self.path / "best.yaml", comment + text)
+        validation = ranked[0].best if ranked else None
+        if validation is None:
+            return
+        comment = (
+            f"# Trial {ranked[0].name}: {self.config.metric} {validation.score:.4f} on validation"
+            f" after epoch {validation.epochs}.\n"
+        )
+        settings = yaml.safe_dump(self._settings_of(ranked[0]), sort_keys=False)
+        write_text(self.path / "best.yaml", comment + settings)
 
-    def _settings_of(self, ranked: list[Trial]) -> dict[str, Any] | None:
-        if not ranked or ranked[0].score is None:
-            return None
-        settings = self.config.resolve(ranked[0].values).to_dict()
+    def _settings_of(self, trial: Trial) -> dict[str, Any]:
+        settings = self.config.resolve(trial.values).to_dict()
         del settings["cluster"]
         return settings
 
@@ -328,12 +343,13 @@ class Sweep:
         return self.path / "ledger" / f"{number:04d}.json"
 
     def _entry(self, number: int) -> dict[str, Any]:
-        """A trial's file of the ledger."""
+        """The content of a trial's file in the ledger, which has at least its values."""
         path = self._entry_path(number)
         with readable(f"{path} is damaged", "remove it to draw the trial anew", RunError):
             entry = read_json(path)
-            values: Values = entry["values"]
-        return {**entry, "values": values}
+            if "values" not in entry:
+                raise KeyError("values")
+        return entry
 
 
 def score_of(record: Mapping[str, Any], metric: str) -> float | None:
@@ -341,11 +357,12 @@ def score_of(record: Mapping[str, Any], metric: str) -> float | None:
     names = metric.split("+")
     if names[0] not in record:
         return None
-    return sum(float(record[name]) for name in names) / len(names)
+    values = [float(record[name]) for name in names]
+    return sum(values) / len(values)
 
 
 def _identity(config: SweepConfig) -> dict[str, Any]:
-    """What must be equal for a sweep to continue, as JSON reads it."""
+    """The part of a definition that must stay equal for a sweep to continue, as JSON reads it."""
     content = json.dumps(dataclasses.asdict(config))
     body: dict[str, Any] = json.loads(content)
     del body["corpus"]  # it may have moved; its hash stays

@@ -28,7 +28,7 @@ from xmcray.tuning.lanes import Lanes, Watch
 from xmcray.tuning.pacing import Limits, Pacer, score_at_rung
 from xmcray.tuning.portfolio import Candidate
 from xmcray.tuning.study import METRIC, Clock
-from xmcray.tuning.sweep import Trial
+from xmcray.tuning.sweep import Trial, Validation
 
 SMALL = {
     "encoder.dim": 8,
@@ -227,7 +227,8 @@ def test_a_training_that_is_behind_ends_after_a_third(tmp_path: Path) -> None:
     past = dict.fromkeys(METRIC.split("+"), 0.4)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 10, "epoch": 0, **past}) + "\n")
     assert paced(tmp_path, limits, [validation(1, 0.2)]).reason == ""
-    trial = Trial(0, {}, "finished", curve=((1, 0.1), (2, 0.3), (3, 0.5)))
+    curve = (Validation(1, 0.1), Validation(2, 0.3), Validation(3, 0.5))
+    trial = Trial(0, {}, "finished", curve=curve)
     assert score_at_rung(trial, epochs=6) == 0.3
     assert score_at_rung(trial, epochs=12) == -math.inf, "it is not there yet"
 

@@ -18,7 +18,7 @@ from xmcray.training.run import ClusterConfig, RunConfig
 from xmcray.tuning.report import importance, write_report
 from xmcray.tuning.search import Guide, TrialStopper, asha, proposals, share
 from xmcray.tuning.space import NumberRange, parse_space
-from xmcray.tuning.sweep import Sweep, SweepConfig, Trial
+from xmcray.tuning.sweep import Sweep, SweepConfig, Trial, Validation
 from xmcray.tuning.trial import Reporter
 
 EVIL = '<script>alert("1")</script>'
@@ -69,7 +69,7 @@ def test_the_best_is_one_that_was_trained_to_the_end(tmp_path: Path) -> None:
         tmp_path, {0: [0.1, 0.5, 0.4], 1: [0.9], 2: [0.95], 3: [0.99], 4: [0.2, 0.6, 0.6]}, states
     )
     assert [trial.number for trial in sweep.ranked()] == [4, 0, 1, 3, 2]
-    assert sweep.trial(4).best == (0.6, 2), "of equal ones the earlier"
+    assert sweep.trial(4).best == (2, 0.6), "of equal ones the earlier"
     assert sweep.trial(0).steps == 30
     sweep.write_results()
     best = yaml.safe_load((tmp_path / "best.yaml").read_text())
@@ -258,14 +258,14 @@ def test_the_page_of_a_sweep(tmp_path: Path) -> None:
             i,
             {"optim.lr": lr, EVIL: "ab"[i % 2]},
             "finished",
-            "",
-            ((1, i / 20), (2, 0.9 - i / 20)),
-            20,
+            curve=(Validation(1, i / 20), Validation(2, 0.9 - i / 20)),
+            steps=20,
         )
         for i, lr in enumerate(spread)
     ]
-    stopped = Trial(12, {"optim.lr": 1e-3, EVIL: "a"}, "stopped", "", ((1, 0.3),), 10)
-    failed = Trial(13, {"optim.lr": 1e-3, EVIL: "a"}, "failed", EVIL)
+    others = {"optim.lr": 1e-3, EVIL: "a"}
+    stopped = Trial(12, others, "stopped", curve=(Validation(1, 0.3),), steps=10)
+    failed = Trial(13, others, "failed", EVIL)
     write_report(tmp_path / "r.html", EVIL, "P@1", space, [*trials, stopped, failed], "Best: so.")
     text = (tmp_path / "r.html").read_text()
     page = Page(text)
@@ -283,10 +283,10 @@ def test_the_page_of_a_sweep(tmp_path: Path) -> None:
 def test_importance_is_that_of_the_last_common_epoch() -> None:
     space = {"x": NumberRange(low=0, high=1), "y": NumberRange(low=0, high=1)}
     values = [{"x": i / 10, "y": (7 * i % 11) / 10} for i in range(11)]
-    trials = [
-        Trial(i, v, "finished", "", ((1, -((v["x"] - 0.5) ** 2)), (2, v["y"])))
-        for i, v in enumerate(values)
-    ]
+    trials = []
+    for i, v in enumerate(values):
+        curve = (Validation(1, -((v["x"] - 0.5) ** 2)), Validation(2, v["y"]))
+        trials.append(Trial(i, v, "finished", curve=curve))
     shares = importance(space, trials)
     assert list(shares) == ["y", "x"]
     assert shares["y"] == pytest.approx(1)
