@@ -148,9 +148,12 @@ def rung(epochs: int) -> int:
 
 
 def score_at_rung(trial: Trial, epochs: int) -> float:
-    """The best score of a trial up to the epoch after which it is compared; -inf before that."""
+    """The best score of a trial up to the epoch after which it is compared.
+
+    It is -inf if the trial has not come that far, or was not validated up to there.
+    """
     rung_epoch = rung(epochs)
     if not trial.curve or trial.curve[-1].epochs < rung_epoch:
         return -math.inf
     scores = [validation.score for validation in trial.curve if validation.epochs <= rung_epoch]
-    return max(scores)
+    return max(scores, default=-math.inf)

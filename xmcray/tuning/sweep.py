@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import yaml
 
 from xmcray import config as configs
-from xmcray.config import check_choices, check_range
+from xmcray.config import check_choice, check_choices, check_range
 from xmcray.errors import ConfigError, RunError, readable
 from xmcray.storage.whole_files import read_json, write_json, write_text
 from xmcray.storage.work_folder import FolderKind
@@ -347,8 +347,9 @@ class Sweep:
         path = self._entry_path(number)
         with readable(f"{path} is damaged", "remove it to draw the trial anew", RunError):
             entry = read_json(path)
-            if "values" not in entry:
-                raise KeyError("values")
+            # Anything but a mapping is damage, and so is an unknown state.
+            entry["values"] = dict(entry["values"])
+            check_choice("state", entry.get("state", "unfinished"), get_args(State))
         return entry
 
 

@@ -231,6 +231,9 @@ def test_a_training_that_is_behind_ends_after_a_third(tmp_path: Path) -> None:
     trial = Trial(0, {}, "finished", curve=curve)
     assert score_at_rung(trial, epochs=6) == 0.3
     assert score_at_rung(trial, epochs=12) == -math.inf, "it is not there yet"
+    # Validated every fifth epoch, so not before a third of 12 epochs.
+    rarely = Trial(0, {}, "finished", curve=(Validation(5, 0.1), Validation(10, 0.3)))
+    assert score_at_rung(rarely, epochs=12) == -math.inf
 
 
 def test_a_training_that_is_too_slow_is_tried_with_fewer_epochs_again_and_again(

@@ -366,7 +366,10 @@ def test_no_optuna(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         config(search="grid")
 
 
-@pytest.mark.parametrize("content", ['{"values": ', "[]", "{}", "null"])
+@pytest.mark.parametrize(
+    "content",
+    ['{"values": ', "[]", "{}", "null", '{"values": 1}', '{"values": {}, "state": "odd"}'],
+)
 def test_a_damaged_ledger_is_one_line(tmp_path: Path, content: str) -> None:
     sweep = Sweep.open_or_create(tmp_path, config())
     sweep.draw(0, {"optim.lr": 0.1})
