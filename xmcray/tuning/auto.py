@@ -1,11 +1,11 @@
-"""`xmcray auto`: trainings, refits and a fused bundle, within a time.
+"""`xmcray auto`: trains candidates, refits the best ones and fuses a bundle within a time budget.
 
     search   the candidates of portfolio.py, in order (auto_search.py)
     bundle   the best trial of each method, fused; then their refits (auto_bundle.py)
     results  the bundle, its best trial alone and a simple baseline on the test split
              (auto_results.py)
 
-Every step leaves files (study.py), so that a restart goes on where the last call was.
+Every step leaves files (study.py), so that a restart continues where the last call stopped.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def auto(
     """Finds a good bundle for a corpus within a time; continues what an earlier call began.
 
     Args:
-        corpus: the data, prepared.
+        corpus: the prepared data.
         out: folder of the study.
-        budget_s: seconds of all calls together.
-        methods: that may be tried.
+        budget_s: seconds that all calls together may take.
+        methods: names of the methods that may be tried.
         overrides: settings of all trials, by dotted name.
-        say: called with a line whenever something has ended.
+        say: called with a line whenever a trial or a step has ended.
     Returns:
         The content of results.json.
     Raises:
@@ -54,9 +54,9 @@ def auto(
     with locked(path, STUDY_FOLDER):
         study = Study.open_or_create(path, corpus, methods, overrides)
         try:
-            left_out = CandidateSearch(study, budget, lanes, say).run()
+            skipped = CandidateSearch(study, budget, lanes, say).run()
             BundleMaker(study, budget, lanes, say).run()
-            result = write_results(study, budget, left_out)
+            result = write_results(study, budget, skipped)
         finally:
             study.clock.tick()
     say(f"{minutes(result['spent_s'])} of {minutes(budget_s)} spent")

@@ -1,4 +1,4 @@
-"""The second step of `xmcray auto`: one bundle of the best trials, and then of their refits."""
+"""The second step of `xmcray auto`: fuses the best trials to a bundle, and then their refits."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from xmcray.tuning.lanes import Lanes
 from xmcray.tuning.pacing import Limits, Pacer
 from xmcray.tuning.study import METRICS, Attempt, Budget, Study, is_finished, minutes
 
-# Members that are fused; the time to encode queries and to choose weights grows with their number.
+# Most trials that are fused. Encoding queries and choosing weights takes longer with each of them.
 MAX_MEMBERS = 5
 MAX_MEMBERS_OF_LARGE = 3
-LARGE = 100_000  # training queries and labels
+LARGE = 100_000  # training queries plus labels
 FUSE_QUERIES = 1000  # held-out queries by which weights are chosen
 
 
@@ -35,10 +35,10 @@ class BundleMaker:
     """Writes DIR/bundle.
 
     Attributes:
-        study: its folder.
-        budget: its time.
-        lanes: where refits are trained.
-        say: called with a line when something has ended.
+        study: folder of all trials.
+        budget: how the time is divided.
+        lanes: processes that train refits.
+        say: called with a line when a fusion or a refit has ended.
     """
 
     study: Study
@@ -58,20 +58,20 @@ class BundleMaker:
         if fused is None or fused["trials"] != names:
             fused = self._fuse(best, names)
         members = [attempt for attempt in best if attempt.name in fused["members"]]
-        self.lanes.map(lambda attempt: self._refit(attempt, fused["seconds"]), members)
-        refitted = self._refitted(members)
-        has_new_ones = set(refitted) > set(fused["refitted"])
-        if has_new_ones and fused["seconds"] < self.budget.seconds - self.study.clock.spent_s:
-            # The weights stay. They were chosen by trials that have not seen the held-out queries.
+        fuse_s = fused["seconds"]
+        self.lanes.map(lambda member: self._refit(member, fuse_s), members)
+        has_new_refit = set(self._refitted(members)) > set(fused["refitted"])
+        left_s = self.budget.seconds - self.study.clock.spent_s
+        if has_new_refit and fuse_s < left_s:
+            # The weights stay: the refits have seen the held-out queries by which they are chosen.
             self._fuse(members, names, fused)
 
     def _best(self) -> list[Attempt]:
-        """The trials that are fused."""
+        """The trials that are fused, in the order of the methods."""
         card = self.study.corpus.card
         is_large = card.num_train + card.num_labels > LARGE
         limit = MAX_MEMBERS_OF_LARGE if is_large else MAX_MEMBERS
-        # In the order of the methods, and not by score: what label vectors reach alone says little
-        # of what they add to others.
+        # Not by score: what label vectors reach alone says little about what they add to others.
         best = self.study.best_of_methods()[:limit]
         if not best:
             raise RunError(
@@ -82,8 +82,7 @@ class BundleMaker:
 
     def _refitted(self, attempts: Sequence[Attempt]) -> list[str]:
         """Names of the trials whose refit is finished."""
-        paths = {attempt.name: self.study.refit_path(attempt) for attempt in attempts}
-        return [name for name, path in paths.items() if is_finished(path)]
+        return [attempt.name for attempt in attempts if is_finished(self.study.refit_path(attempt))]
 
     def _fuse(
         self,
@@ -91,19 +90,20 @@ class BundleMaker:
         considered: Sequence[str],
         before: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Writes DIR/bundle and fused.json; returns the content of the latter.
+        """Writes DIR/bundle and fused.json; returns the content of fused.json.
 
         Args:
-            attempts: trials that are fused, or their refits where these are finished.
+            attempts: trials to fuse. Of a trial whose refit is finished, the refit is fused.
             considered: names of the trials among which members were chosen.
-            before: what this function returned for the same members; their weights stay.
+            before: an earlier result for the same members, whose weights stay.
         """
         started = time.monotonic()
         fresh = self._clean_folder()
         choice = None if before is None else Choice.read(before["choice"])
+        runs = [str(self.study.newest_path(attempt)) for attempt in attempts]
         with self.study.clock.counting("fuse"):
             choice = fuse(
-                [str(self.study.newest_path(attempt)) for attempt in attempts],
+                runs,
                 self.study.corpus,
                 fresh,
                 metrics=METRICS,
@@ -127,7 +127,7 @@ class BundleMaker:
         return body
 
     def _clean_folder(self) -> Path:
-        """Where the next bundle is written; removes what a killed call has left."""
+        """Folder for the next bundle; files of a killed call are removed."""
         for leftover in self.study.path.glob(".fusing.*"):
             shutil.rmtree(leftover)
         fresh = self.study.path / "bundle.new"
@@ -135,7 +135,7 @@ class BundleMaker:
         return fresh
 
     def _publish(self, fresh: Path, body: Mapping[str, Any]) -> None:
-        """Puts a finished bundle in the place of the last one."""
+        """Replaces the last bundle with a new one, and then fused.json."""
         bundle = self.study.path / "bundle"
         if bundle.exists():
             exchange(fresh, bundle)
@@ -149,7 +149,7 @@ class BundleMaker:
 
         Args:
             attempt: the member's trial.
-            fuse_s: seconds that the next fusion takes.
+            fuse_s: seconds that are kept for the next fusion.
         """
         path = self.study.refit_path(attempt)
         if is_finished(path):
@@ -157,29 +157,30 @@ class BundleMaker:
         clock = self.study.clock
         name = f"{attempt.name} refit"
         end_s = self.budget.refit_s - fuse_s
-        expected_s = attempt.seconds * attempt.best_epoch_share - clock.seconds_of(name)
+        # A refit trains only up to the best epoch of the trial. It may have begun in an earlier call.
+        whole_s = attempt.seconds * attempt.best_epoch_share
+        expected_s = whole_s - clock.seconds_of(name)
         if clock.spent_s + expected_s > end_s:
             self.say(f"{attempt.name} is not refitted: it needs about {minutes(expected_s)}")
             return
         selection = path / SELECTION
         if not selection.is_symlink():
-            # `train` finds the finished trial there, and `fuse` the queries that it held out.
+            # There `train` looks for the finished trial, and `fuse` for its held-out queries.
             path.mkdir(parents=True, exist_ok=True)
             selection.symlink_to(os.path.relpath(attempt.run_path, path))
-        pacer = Pacer(clock, name, attempt.config.optim.num_epochs, Limits(end_s))
-        self.lanes.train(
-            self.study.corpus.origin, path, attempt.config, refit=True, watch=pacer.watch
-        )
+        config = attempt.config
+        pacer = Pacer(clock, name, config.optim.num_epochs, Limits(end_s))
+        self.lanes.train(self.study.corpus.origin, path, config, refit=True, watch=pacer.watch)
         state = "finished" if is_finished(path) else "out of time"
         self.say(f"{name} {state}, {minutes(clock.seconds_of(name))}")
 
 
 def _members(choice: Choice, attempts: Sequence[Attempt]) -> list[Attempt]:
-    """The trials of which a part stays in the bundle."""
+    """The trials that have a part in the bundle."""
     used = set(choice.config.used())
     members = []
     for attempt in attempts:
-        # Words belong to no member.
+        # The parts of words belong to no member.
         own_parts = {f"{attempt.candidate.method}.{part}" for part in MEMBER_PARTS}
         if len(attempts) == 1:
             # The parts of a single member may have no prefix.

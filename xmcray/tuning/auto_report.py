@@ -27,10 +27,10 @@ class _Table:
     """A table of the page.
 
     Attributes:
-        title: its heading.
-        columns: names.
-        rows: texts.
-        note: a paragraph under it.
+        title: heading.
+        columns: names of the columns.
+        rows: texts of the cells.
+        note: paragraph under the table.
     """
 
     title: str
@@ -44,7 +44,7 @@ def write_page(path: Path, corpus: Corpus, result: Result) -> None:
 
     Args:
         path: the HTML file.
-        corpus: of the study.
+        corpus: corpus of the study.
         result: content of results.json.
     """
     tables = [_parts_table(result), _trials_table(result), _more_time_table(result)]
@@ -81,9 +81,9 @@ def _subtitle(corpus: Corpus, result: Result) -> str:
 def _test_split_table(test: Mapping[str, Any]) -> _Table:
     rows = []
     for result in test["results"]:
-        measured = [_with_interval(result, metric) for metric in METRICS]
+        metrics = [_with_interval(result, metric) for metric in METRICS]
         calibration_error = percent(result.get("ECE@5"))
-        rows.append([result["name"], *measured, calibration_error])
+        rows.append([result["name"], *metrics, calibration_error])
     columns = ["", *METRICS, "ECE@5"]
     note = f"{test['queries']:,} queries, 95 % bootstrap intervals. {_BASELINE_NOTE}"
     return _Table("On the test split, in percent", columns, rows, note)
@@ -139,6 +139,7 @@ def _trials_table(result: Result) -> _Table:
     for trial in sorted(result["trials"], key=_score, reverse=True):
         epochs_done = 0
         if trial["curve"]:
+            # Pairs of epochs and score.
             epochs_done, _ = trial["curve"][-1]
         cells = [
             trial["name"],
@@ -163,7 +164,7 @@ def _score(trial: Mapping[str, Any]) -> float:
 
 
 def _state(trial: Mapping[str, Any]) -> str:
-    """How a trial ended, and why."""
+    """How a trial ended, and why, in words."""
     state: str = trial["state"]
     message = trial["message"]
     if state == "unfinished":

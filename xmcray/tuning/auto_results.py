@@ -1,4 +1,4 @@
-"""The last step of `xmcray auto`: what the bundle reaches on the test split, and results.json."""
+"""The last step of `xmcray auto`: measures the bundle on the test split and writes results.json."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from xmcray.storage.whole_files import read_json, write_json
 from xmcray.training.outcome import bundle_of, nearest_queries, searcher
 from xmcray.training.run import Run
 from xmcray.tuning.auto_report import write_page
+from xmcray.tuning.auto_search import Skipped
 from xmcray.tuning.portfolio import Candidate
 from xmcray.tuning.study import METRICS, Attempt, Budget, Study, score_of
 from xmcray.types import Int64Array
@@ -26,15 +27,13 @@ BASELINE = "TF-IDF memory"
 MOST_TEST_QUERIES = 5000
 
 
-def write_results(
-    study: Study, budget: Budget, left_out: Sequence[tuple[Candidate, str]]
-) -> dict[str, Any]:
+def write_results(study: Study, budget: Budget, skipped: Sequence[Skipped]) -> dict[str, Any]:
     """Measures the bundle, writes results.json and the page; returns the content of results.json.
 
     Args:
         study: the folder.
-        budget: its time.
-        left_out: candidates that were not begun, and why.
+        budget: how the time is divided.
+        skipped: candidates that were not begun.
     """
     fused = study.fused()
     assert fused is not None, "a bundle was written"
@@ -43,12 +42,10 @@ def write_results(
         "members": fused["members"],
         "refitted": fused["refitted"],
     }
-    test = _measured_before(study, bundle)
+    test = _earlier_test(study, bundle)
     if test is None and study.corpus.card.num_test:
         test = _test(study, fused)
-    left_out_rows = []
-    for candidate, reason in left_out:
-        left_out_rows.append({**_described(candidate), "reason": reason})
+    left_out = [{**_plain_candidate(each.candidate), "reason": each.reason} for each in skipped]
     study.clock.tick()
     result = {
         "budget_s": budget.seconds,
@@ -57,8 +54,8 @@ def write_results(
         "load": os.getloadavg()[0],
         "bundle": bundle,
         "choice": fused["choice"],
-        "trials": [_plain(attempt) for attempt in study.attempts()],
-        "left_out": left_out_rows,
+        "trials": [_plain_attempt(attempt) for attempt in study.attempts()],
+        "left_out": left_out,
         "test": test,
     }
     write_json(study.path / "results.json", result)
@@ -66,8 +63,8 @@ def write_results(
     return result
 
 
-def _measured_before(study: Study, bundle: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What an earlier call has measured of the same bundle."""
+def _earlier_test(study: Study, bundle: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The test results that an earlier call wrote for the same bundle; None without any."""
     file = study.path / "results.json"
     if not file.is_file():
         return None
@@ -77,7 +74,7 @@ def _measured_before(study: Study, bundle: Mapping[str, Any]) -> dict[str, Any] 
         return test if result["bundle"] == bundle else None
 
 
-def _described(candidate: Candidate) -> dict[str, Any]:
+def _plain_candidate(candidate: Candidate) -> dict[str, Any]:
     """A candidate for results.json."""
     return {
         "method": candidate.method,
@@ -86,11 +83,11 @@ def _described(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _plain(attempt: Attempt) -> dict[str, Any]:
+def _plain_attempt(attempt: Attempt) -> dict[str, Any]:
     """A trial for results.json."""
     return {
         "name": attempt.name,
-        **_described(attempt.candidate),
+        **_plain_candidate(attempt.candidate),
         "epochs": attempt.config.optim.num_epochs,
         "seconds": round(attempt.seconds, 1),
         **attempt.trial.plain(),
@@ -98,44 +95,56 @@ def _plain(attempt: Attempt) -> dict[str, Any]:
 
 
 def _test(study: Study, fused: Mapping[str, Any]) -> dict[str, Any]:
-    """What the bundle, the best trial alone and the baseline reach on the test split."""
-    corpus = study.corpus
-    attempts = [attempt for attempt in study.attempts() if attempt.name in fused["trials"]]
-    best = max(attempts, key=score_of)
-    alone = bundle_of(Run.open(study.newest_path(best)), corpus)
-    searches: dict[str, Search] = {
-        BUNDLE: searcher(Retriever.load(study.path / "bundle"), corpus, "test"),
-        f"{best.name} alone": searcher(Retriever.load(alone), corpus, "test"),
-        BASELINE: nearest_queries(corpus, "test"),
-    }
-    rows = _test_rows(corpus)
-    evaluations = {name: evaluate_rows(search, corpus, rows) for name, search in searches.items()}
+    """Measures the bundle and its rivals on the test split, and compares it with each of them."""
+    rows = _test_rows(study.corpus)
+    evaluations = {}
+    for name, search in _searches(study, fused).items():
+        evaluations[name] = evaluate_rows(search, study.corpus, rows)
     results = []
+    comparisons = []
     for name, evaluation in evaluations.items():
         results.append(_plain_evaluation(name, evaluation))
-    bundle = evaluations.pop(BUNDLE)
-    comparisons = []
-    for name, other in evaluations.items():
-        for comparison in compare(bundle, other):
-            if comparison.metric not in METRICS:
-                continue
-            row = {"than": name, **dataclasses.asdict(comparison)}
-            comparisons.append(row)
+        if name != BUNDLE:
+            comparisons += _comparison_rows(evaluations[BUNDLE], name, evaluation)
     return {"queries": len(rows), "results": results, "comparisons": comparisons}
 
 
+def _searches(study: Study, fused: Mapping[str, Any]) -> dict[str, Search]:
+    """The bundle, its best trial alone, and the baseline."""
+    corpus = study.corpus
+    attempts = [attempt for attempt in study.attempts() if attempt.name in fused["trials"]]
+    best = max(attempts, key=score_of)
+    best_bundle = bundle_of(Run.open(study.newest_path(best)), corpus)
+    return {
+        BUNDLE: searcher(Retriever.load(study.path / "bundle"), corpus, "test"),
+        f"{best.name} alone": searcher(Retriever.load(best_bundle), corpus, "test"),
+        BASELINE: nearest_queries(corpus, "test"),
+    }
+
+
+def _comparison_rows(bundle: Evaluation, name: str, other: Evaluation) -> list[dict[str, Any]]:
+    """The comparisons of the bundle with another search for results.json, one per metric."""
+    return [
+        {"than": name, **dataclasses.asdict(comparison)}
+        for comparison in compare(bundle, other)
+        if comparison.metric in METRICS
+    ]
+
+
 def _test_rows(corpus: Corpus) -> Int64Array:
-    """Rows of the test split that are measured: all, or as many as there is time for."""
+    """Rows of the test split that are measured: all, or an evenly spread sample of them."""
     num_test = corpus.card.num_test
     count = min(num_test, MOST_TEST_QUERIES)
-    # Evenly spread, so that every call measures the same ones.
-    return np.unique(np.linspace(0, num_test - 1, count).astype(np.int64))
+    # Not drawn at random, so that every call measures the same rows.
+    places = np.linspace(0, num_test - 1, count)
+    return np.unique(places.astype(np.int64))
 
 
 def evaluate_rows(search: Search, corpus: Corpus, rows: Int64Array) -> Evaluation:
     """Evaluates a search on some rows of the test split."""
     card = corpus.card
     split = corpus.split("test")
+    # `evaluate` counts queries from 0, so its numbers are places in `rows`.
     return evaluate(
         lambda places: search(rows[places]),
         lambda places: corpus.answerable(split.positives(rows[places])),

@@ -1,8 +1,8 @@
-"""The first step of `xmcray auto`: trains candidates in order, until its time is over.
+"""The first step of `xmcray auto`: trains candidates in order until the time of the search is over.
 
-The first trial of a method is trained to its end. A later one is compared with it after a third of
-the epochs, and ended if it is behind: successive halving, as many trials at a time as there are
-lanes. The ledgers of the sweeps say what is done, so a restart asks nothing else.
+The first trial of a method is trained to its end. A later one is compared with the best earlier one
+after a third of its epochs, and is ended if it is behind (successive halving). As many trials run
+at the same time as there are lanes. A restart reads the ledgers of the sweeps and nothing else.
 """
 
 from __future__ import annotations
@@ -20,13 +20,26 @@ from xmcray.tuning.portfolio import Candidate
 from xmcray.tuning.study import SHORTER, Attempt, Budget, Study, is_finished, minutes
 from xmcray.tuning.sweep import State, Sweep
 
-# Of the budget: a trial that is more than half done may go on for so long after the search.
+# Share of the budget for which a trial that is more than half done goes on after the search.
 GRACE_SHARE = 0.1
-# Of the time that is left for the search: what the first trial of a method may take.
+# Share of the time left for the search that the first trial of a method may take.
 TRIAL_SHARE = 0.75
-# Mistakes that every other trial would make too.
+# Errors that every other trial would meet too.
 _FATAL = (ResourceError, StorageError)
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A candidate that was not begun.
+
+    Attributes:
+        candidate: the training.
+        reason: why it was not begun.
+    """
+
+    candidate: Candidate
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -34,9 +47,9 @@ class CandidateSearch:
     """Runs trials until the time of the search is over.
 
     Attributes:
-        study: its folder.
-        budget: its time.
-        lanes: where trials are trained.
+        study: folder of all trials.
+        budget: how the time is divided.
+        lanes: processes that train.
         say: called with a line when a trial has ended.
     """
 
@@ -47,12 +60,13 @@ class CandidateSearch:
     # Held by the lane that reads and writes ledgers.
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def run(self) -> list[tuple[Candidate, str]]:
-        """Tries the candidates in order; returns those that were not begun, and why."""
+    def run(self) -> list[Skipped]:
+        """Tries the candidates in order; returns those that were not begun."""
         candidates = self.study.candidates
-        reasons = self.lanes.map(self._try, range(len(candidates)))
+        numbers = range(len(candidates))
+        reasons = self.lanes.map(self._try, numbers)
         return [
-            (candidate, reason)
+            Skipped(candidate, reason)
             for candidate, reason in zip(candidates, reasons, strict=True)
             if reason
         ]
@@ -62,25 +76,30 @@ class CandidateSearch:
         """Seconds that are left for the search."""
         return self.budget.search_s - self.study.clock.spent_s
 
-    def _try(self, place: int) -> str:
-        """Runs one candidate, also with fewer epochs; returns why it was not begun, if so."""
-        candidate = self.study.candidates[place]
-        number = place
+    def _try(self, number: int) -> str:
+        """Runs the trial of a candidate, and its repetitions with fewer epochs.
+
+        Returns:
+            Why the trial was not begun; empty if it was.
+        """
+        candidate = self.study.candidates[number]
         with self._lock:
             sweep = self.study.sweep(candidate.method)
             if number not in _states(sweep):
-                reason = self._objection(candidate)
+                reason = self._reason_to_skip(candidate)
                 if reason:
                     return reason
                 sweep.draw(number, candidate.values)
-        # A trial that is too slow is followed by one with fewer epochs.
-        while number in _states(sweep):
-            if _states(sweep)[number] == "unfinished" and self.left_s > 0:
+        states = _states(sweep)
+        while number in states:
+            if states[number] == "unfinished" and self.left_s > 0:
                 self._run(sweep, number)
+            # A trial that is too slow has drawn one with fewer epochs.
             number += SHORTER
+            states = _states(sweep)
         return ""
 
-    def _objection(self, candidate: Candidate) -> str:
+    def _reason_to_skip(self, candidate: Candidate) -> str:
         """Why a candidate is not begun; empty if it is."""
         if self.left_s <= 0:
             return "the time was over"
@@ -90,7 +109,9 @@ class CandidateSearch:
         return ""
 
     def _expected_s(self, candidate: Candidate) -> float:
-        """Seconds of a training, by the epochs of its method so far; 0 if there are none."""
+        """Seconds that a training takes if its epochs are as fast as the fastest of its method; 0
+        before the first epoch of a method.
+        """
         attempts = self.study.attempts(candidate.method)
         epoch_seconds = [attempt.epoch_s for attempt in attempts if attempt.epoch_s is not None]
         sweep = self.study.sweep(candidate.method)
@@ -102,7 +123,8 @@ class CandidateSearch:
         with self._lock:
             attempt = self.study.attempt(sweep.config.method, number)
             limits = self._limits(attempt)
-        pacer = Pacer(self.study.clock, attempt.name, attempt.config.optim.num_epochs, limits)
+        epochs = attempt.config.optim.num_epochs
+        pacer = Pacer(self.study.clock, attempt.name, epochs, limits)
         failure = ""
         try:
             self.lanes.train(
@@ -124,9 +146,10 @@ class CandidateSearch:
             self._report(sweep.config.method, number)
 
     def _limits(self, attempt: Attempt) -> Limits:
-        """What a trial may take, and which score it has to pass."""
-        is_first = not self._has_finished(attempt) and attempt.trial.number < SHORTER
-        # A method that was never finished leaves time for others.
+        """When a trial ends early: how long it may take, and which score it has to exceed."""
+        is_repetition = attempt.trial.number >= SHORTER
+        is_first = not is_repetition and not self._has_finished(attempt)
+        # The first trial of a method leaves time for other methods.
         share = TRIAL_SHARE if is_first else 1.0
         return Limits(
             end_s=self.budget.search_s,
@@ -141,32 +164,33 @@ class CandidateSearch:
         return any(other.trial.state == "finished" for other in others)
 
     def _rival_score(self, attempt: Attempt) -> float:
-        """What the best other trial of its method had reached after a third of its epochs."""
+        """Score of the best other trial of its method after a third of its epochs."""
         best = -math.inf
         with self._lock:
             for other in self.study.attempts(attempt.candidate.method):
                 is_rival = other.trial.state in ("finished", "unfinished")
                 if is_rival and other.name != attempt.name:
-                    best = max(best, score_at_rung(other.trial, other.config.optim.num_epochs))
+                    epochs = other.config.optim.num_epochs
+                    best = max(best, score_at_rung(other.trial, epochs))
         return best
 
     def _end(self, attempt: Attempt, pacer: Pacer) -> None:
-        """Records how a training ended that did not fail."""
+        """Records the end of a training that did not fail."""
         sweep = attempt.sweep
         number = attempt.trial.number
-        # A short training may be done before it sees that it is to end.
         if pacer.reason == "behind":
             sweep.end(number, "stopped", "behind after a third of the epochs")
         elif is_finished(attempt.run_path):
+            # Whatever the reason: a short training may finish before the signal reaches it.
             sweep.end(number, "finished")
         elif pacer.reason == "too slow" and not self._has_finished(attempt):
             self._shorten(attempt, pacer.epoch_s)
         self._remove_checkpoints(attempt.candidate.method)
 
     def _remove_checkpoints(self, method: str) -> None:
-        """Removes the checkpoints of trials that nothing will be made of.
+        """Removes checkpoints and bundles of trials that have ended and are not the best.
 
-        What was out of time or too slow stays unfinished: a larger budget continues it.
+        A trial that ran out of time or was too slow stays unfinished: a larger budget continues it.
         """
         best = [attempt.name for attempt in self.study.best_of_methods()]
         for attempt in self.study.attempts(method):
@@ -176,10 +200,11 @@ class CandidateSearch:
                 shutil.rmtree(attempt.run_path / "bundle", ignore_errors=True)
 
     def _shorten(self, attempt: Attempt, epoch_s: float) -> None:
-        """Draws a trial with as many epochs as there is time for."""
+        """Draws a trial with as many epochs as there is time for, at least one less."""
         number = attempt.trial.number + SHORTER
         optim = attempt.config.optim
-        epochs = min(int(TRIAL_SHARE * self.left_s / epoch_s), optim.num_epochs - 1)
+        affordable_epochs = int(TRIAL_SHARE * self.left_s / epoch_s)
+        epochs = min(affordable_epochs, optim.num_epochs - 1)
         drawn = [trial.number for trial in attempt.sweep.trials()]
         if number in drawn or epochs < 1:
             return
