@@ -1,14 +1,14 @@
-"""The folder of `xmcray auto`: what may be tried, what was tried, and the time that it took.
+"""The folder of `xmcray auto`: the candidates, their trials, and the time that was spent.
 
 DIR/auto.json          the corpus and the candidates (portfolio.py); written once
 DIR/sweeps/METHOD/     the trials of a method: a sweep (sweep.py), whose ledger a restart reads
-DIR/refits/TRIAL/      the run of a trial once more, on all training queries
-DIR/clock.json         seconds that all calls have spent, in all and on each trial
-DIR/fused.json         the runs that the bundle was made of
+DIR/refits/TRIAL/      the run that trains a trial once more, on all training queries
+DIR/clock.json         seconds that all calls have spent, in total and on each trial
+DIR/fused.json         the runs that were fused to the bundle
 DIR/bundle/            the best bundle so far
 DIR/results.json       all results, for programs
 DIR/report.html        the same as a page
-DIR/lock               held by the process that works
+DIR/lock               held by the process that works in the folder
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,15 +38,16 @@ from xmcray.tuning.sweep import Sweep, SweepConfig, Trial
 STUDY_FOLDER = FolderKind("study", "auto.json")
 METRICS = ("P@1", "P@5", "PSP@5")
 METRIC = "+".join(METRICS)  # their mean
-# Held-out queries that are wanted, and the shares of the training queries that this may be.
+# Queries to hold out, and the least and the largest share of the training queries for that.
 _HELD_OUT = 1000
-_SHARES = (0.05, 0.15)
+_MIN_SHARE = 0.05
+_MAX_SHARE = 0.15
 # Added to a trial's number each time that it is repeated with fewer epochs.
 SHORTER = 1000
-_LOG_EVERY = 5  # steps; slow trials are noticed by their records
-# Of the budget: the search ends here.
+_LOG_EVERY = 5  # steps between records, by which slow trials are noticed
+# Share of the budget at which the search ends.
 SEARCH_SHARE = 0.6
-# Of the budget: kept for the measurement on the test split.
+# Share of the budget that is kept for the measurement on the test split.
 MEASURE_SHARE = 0.08
 
 
@@ -55,31 +56,31 @@ class Budget:
     """How the time is divided.
 
     Attributes:
-        seconds: of all calls together.
+        seconds: seconds that all calls together may take.
     """
 
     seconds: float
 
     @property
     def search_s(self) -> float:
-        """When the search ends."""
+        """Seconds on the clock at which the search ends."""
         return SEARCH_SHARE * self.seconds
 
     @property
     def refit_s(self) -> float:
-        """When the last bundle must be finished."""
+        """Seconds on the clock at which the last bundle must be finished."""
         return (1 - MEASURE_SHARE) * self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A candidate that was begun.
+    """A candidate that was begun, or a repetition of it with fewer epochs.
 
     Attributes:
-        candidate: what is trained.
-        sweep: of its method.
-        trial: as far as it has come.
-        seconds: that it has taken.
+        candidate: the training.
+        sweep: the sweep of its method.
+        trial: its trial, as far as it has come.
+        seconds: seconds that the trial has taken.
     """
 
     candidate: Candidate
@@ -89,7 +90,7 @@ class Attempt:
 
     @property
     def name(self) -> str:
-        """Its name in messages, and of its refit's folder."""
+        """Its name in messages; its refit's folder has the same name."""
         return trial_name(self.candidate.method, self.trial.number)
 
     @property
@@ -99,7 +100,7 @@ class Attempt:
 
     @property
     def best_epoch_share(self) -> float:
-        """Share of the epochs after which validation was best."""
+        """Share of the epochs after which validation was best; 1 without a validation."""
         best = self.trial.best
         if best is None:
             return 1.0
@@ -112,7 +113,7 @@ class Attempt:
 
     @property
     def epoch_s(self) -> float | None:
-        """Seconds of an epoch, everything included; None before the first validation."""
+        """Seconds per epoch, loading and validation included; None before the first validation."""
         if not self.trial.curve:
             return None
         return self.seconds / self.trial.curve[-1].epochs
@@ -138,10 +139,10 @@ class Study:
     """The folder.
 
     Attributes:
-        path: absolute.
-        corpus: that everything is trained on.
-        candidates: what may be tried, in order.
-        clock: the time that was spent.
+        path: absolute path.
+        corpus: the corpus that everything is trained on.
+        candidates: trainings that may be tried, in order.
+        clock: counts the time that was spent.
     """
 
     path: Path
@@ -157,41 +158,25 @@ class Study:
 
         Args:
             path: the folder.
-            corpus: that everything is trained on.
-            methods: that are allowed.
+            corpus: the corpus that everything is trained on.
+            methods: names of the allowed methods.
             overrides: settings of all trials, by dotted name.
         Raises:
             ConfigError: a method does not accept the overrides, or no query is held out.
             RunError: the folder holds another study.
         """
         file = path / "auto.json"
-        wanted = {
+        arguments = {
             "corpus_sha256": corpus.sha256,
             "methods": list(methods),
             "overrides": overrides,
         }
         if file.is_file():
-            with readable(f"{file} is damaged", "choose another --out", RunError):
-                body = read_json(file)
-                chosen = [Candidate(**values) for values in body.pop("candidates")]
-            difference = next(configs.differences(body, wanted), None)
-            if difference is not None:
-                raise RunError(
-                    f"{path} was started with {difference}; use the same command or another --out"
-                )
-            return cls(path, corpus, chosen, Clock(path / "clock.json"))
-        chosen = []
-        splits = set()
-        for candidate in candidates(corpus, methods):
-            values = {**candidate.values, **overrides}
-            # Refused here, before anything is trained.
-            settings = configs.overlay(_held_out(corpus), nested(values))
-            splits.add(RunConfig.resolve(candidate.method, settings).data)
-            chosen.append(dataclasses.replace(candidate, values=values))
-        for split in splits:
-            TrainingData(corpus, split).check_held_out()
-        plain = [dataclasses.asdict(candidate) for candidate in chosen]
-        write_json(file, {**wanted, "candidates": plain})
+            chosen = _stored_candidates(file, arguments)
+        else:
+            chosen = _checked_candidates(corpus, methods, overrides)
+            plain = [dataclasses.asdict(candidate) for candidate in chosen]
+            write_json(file, {**arguments, "candidates": plain})
         return cls(path, corpus, chosen, Clock(path / "clock.json"))
 
     def sweep(self, method: str) -> Sweep:
@@ -215,19 +200,26 @@ class Study:
         return Sweep.open_or_create(folder, definition)
 
     def attempts(self, method: str | None = None) -> list[Attempt]:
-        """What was begun, of one method or of all, in the order of the candidates."""
-        begun = []
-        for candidate_method in sorted({candidate.method for candidate in self.candidates}):
-            if method not in (None, candidate_method):
-                continue
-            if not (self.path / "sweeps" / candidate_method / "sweep.json").is_file():
-                continue
-            sweep = self.sweep(candidate_method)
-            for trial in sweep.trials():
-                candidate = self.candidates[trial.number % SHORTER]
-                seconds = self.clock.seconds_of(trial_name(candidate_method, trial.number))
-                begun.append(Attempt(candidate, sweep, trial, seconds))
-        return sorted(begun, key=lambda attempt: attempt.trial.number % SHORTER)
+        """The attempts of one method or of all, in the order of the candidates."""
+        if method is None:
+            methods = sorted({candidate.method for candidate in self.candidates})
+        else:
+            methods = [method]
+        attempts = []
+        for name in methods:
+            # Without this test, `sweep` would begin one.
+            if (self.path / "sweeps" / name / "sweep.json").is_file():
+                attempts += self._attempts_of(self.sweep(name))
+        return sorted(attempts, key=lambda attempt: attempt.trial.number % SHORTER)
+
+    def _attempts_of(self, sweep: Sweep) -> list[Attempt]:
+        attempts = []
+        for trial in sweep.trials():
+            # A repetition with fewer epochs has the number of its candidate plus SHORTER.
+            candidate = self.candidates[trial.number % SHORTER]
+            seconds = self.clock.seconds_of(trial_name(sweep.config.method, trial.number))
+            attempts.append(Attempt(candidate, sweep, trial, seconds))
+        return attempts
 
     def attempt(self, method: str, number: int) -> Attempt:
         """A trial that was drawn."""
@@ -246,7 +238,7 @@ class Study:
         return refit if is_finished(refit) else attempt.run_path
 
     def fused(self) -> dict[str, Any] | None:
-        """What fused.json says; None before the first bundle."""
+        """The content of fused.json; None before the first bundle."""
         file = self.path / "fused.json"
         if not file.is_file() or not (self.path / "bundle").is_dir():
             return None
@@ -260,16 +252,46 @@ class Study:
             if attempt.trial.state != "finished" or attempt.trial.score is None:
                 continue
             method = attempt.candidate.method
-            rival = best.get(method)
-            if rival is None or score_of(attempt) > score_of(rival):
+            best_so_far = best.get(method)
+            if best_so_far is None or score_of(attempt) > score_of(best_so_far):
                 best[method] = attempt
         return [best[method] for method in METHODS if method in best]
 
 
+def _stored_candidates(file: Path, arguments: Mapping[str, Any]) -> list[Candidate]:
+    """The candidates in auto.json, which must have been written for the same arguments."""
+    with readable(f"{file} is damaged", "choose another --out", RunError):
+        body = read_json(file)
+        chosen = [Candidate(**values) for values in body.pop("candidates")]
+    difference = next(configs.differences(body, arguments), None)
+    if difference is not None:
+        raise RunError(
+            f"{file.parent} was started with {difference}; use the same command or another --out"
+        )
+    return chosen
+
+
+def _checked_candidates(
+    corpus: Corpus, methods: Sequence[str], overrides: Values
+) -> list[Candidate]:
+    """The candidates for a corpus, with overrides that their methods accept."""
+    chosen = []
+    data_configs = set()
+    for candidate in candidates(corpus, methods):
+        values = {**candidate.values, **overrides}
+        # Wrong settings are refused here, before anything is trained.
+        settings = configs.overlay(_held_out(corpus), nested(values))
+        data_configs.add(RunConfig.resolve(candidate.method, settings).data)
+        chosen.append(dataclasses.replace(candidate, values=values))
+    for data_config in data_configs:
+        TrainingData(corpus, data_config).check_held_out()
+    return chosen
+
+
 def _held_out(corpus: Corpus) -> dict[str, Any]:
     """The setting by which all trials hold the same queries out."""
-    low, high = _SHARES
-    share = min(max(_HELD_OUT / corpus.card.num_train, low), high)
+    share = _HELD_OUT / corpus.card.num_train
+    share = min(max(share, _MIN_SHARE), _MAX_SHARE)
     return {"data": {"validation": round(share, 3)}}
 
 
@@ -296,11 +318,12 @@ class Clock:
             with readable(f"{path} is damaged", "remove it to count from 0", RunError):
                 body = json.loads(path.read_text(encoding="utf-8"))
                 self._spent_s = float(body["spent_s"])
-                self._seconds = dict(body["seconds"])
+                for name, seconds in body["seconds"].items():
+                    self._seconds[name] = float(seconds)
 
     @property
     def spent_s(self) -> float:
-        """Seconds so far, those since the last `tick` included."""
+        """Seconds so far, including those since the last `tick`."""
         with self._lock:
             return self._spent_s + time.monotonic() - self._last
 
@@ -310,7 +333,7 @@ class Clock:
 
     @contextlib.contextmanager
     def counting(self, name: str) -> Iterator[None]:
-        """The seconds of the block are counted for a name; blocks may overlap."""
+        """Counts the seconds of the block for a name; blocks may overlap."""
         with self._lock:
             self.tick()
             self._running.add(name)
@@ -323,7 +346,7 @@ class Clock:
 
     def tick(self) -> None:
         """Counts the seconds since the last call, and writes the file."""
-        # Trainings are watched from threads.
+        # Several threads call this, each of which watches a training.
         with self._lock:
             now = time.monotonic()
             passed = now - self._last

@@ -190,6 +190,14 @@ def test_no_training_begins_while_the_seconds_of_others_are_counted(tmp_path: Pa
     assert clock._running == {"second"}
 
 
+@pytest.mark.parametrize("seconds", ['{"astra-0000": "x"}', "[1]", "null"])
+def test_a_damaged_clock_is_one_line(seconds: str, tmp_path: Path) -> None:
+    path = tmp_path / "clock.json"
+    path.write_text(f'{{"spent_s": 1.0, "seconds": {seconds}}}')
+    with pytest.raises(RunError, match=r"clock\.json is damaged .*; remove it to count from 0"):
+        Clock(path)
+
+
 def paced(folder: Path, limits: Limits, records: list[tuple[float, dict[str, Any]]]) -> Pacer:
     """What a pacer of 6 epochs says to records at some times; it asks to end if it has a reason."""
     clock = FakeClock(folder)
