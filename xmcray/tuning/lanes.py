@@ -1,7 +1,7 @@
-"""Trainings of `xmcray auto`, each in a process of its own, several at the same time.
+"""Runs several trainings of `xmcray auto` at the same time, each in a process of its own.
 
-A step of a small model is too short to keep many cores busy. Two trainings with a core each are
-done sooner than one after the other with two cores.
+A step of a small model is too short to keep many cores busy. Two trainings side by side with one
+core each finish sooner than two trainings in turn with two cores.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from xmcray.training.launch import train
 from xmcray.training.preemption import Terminated
 from xmcray.training.run import RunConfig
 
-# Each training holds its model and its optimiser in memory.
-_MOST = 4
+# Each training holds its model and its optimiser in memory, so many cores do not mean many lanes.
+_MAX_LANES = 4
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# A context around a training: gets the run's folder, and what asks the training to end.
+# A context around a training: gets the run's folder and a function that asks the training to end.
 Watch = Callable[[Path, Callable[[], None]], contextlib.AbstractContextManager[None]]
 
 
 def number_of_lanes() -> int:
-    """How many trainings this machine runs at the same time: one on a GPU."""
+    """Trainings that this machine runs at the same time; one if it has a GPU."""
     if torch.cuda.is_available():
         return 1
-    return min(_MOST, _num_cores())
+    return min(_MAX_LANES, _num_cores())
 
 
 def threads_of_lane() -> int:
@@ -70,8 +70,11 @@ class Lanes:
             futures = [threads.submit(function, item) for item in items]
             try:
                 concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
-                failed = [future for future in futures if future.done() and future.exception()]
-                return [future.result() for future in failed or futures]
+                for future in futures:
+                    # An error of one that is done must not wait for those that still run.
+                    if future.done():
+                        future.result()
+                return [future.result() for future in futures]
             except BaseException:
                 for future in futures:
                     future.cancel()
@@ -79,16 +82,16 @@ class Lanes:
                 raise
 
     def train(self, corpus: str, out: Path, config: RunConfig, refit: bool, watch: Watch) -> None:
-        """Trains a run until it is finished, or asked to end.
+        """Trains a run until it is finished or asked to end.
 
         Args:
-            corpus: folder or URL.
+            corpus: folder or URL of the corpus.
             out: folder of the run.
-            config: all its settings.
-            refit: train on all training queries; the selection is there already.
-            watch: context around it.
+            config: settings of the run.
+            refit: train on all training queries; `out` already has the selection.
+            watch: context around the training.
         Raises:
-            XmcrayError: the user's mistakes; also a process that was killed.
+            XmcrayError: a mistake of the user, or the process was killed.
             Terminated: another lane has failed, or the whole call is ended.
         """
         receiver, sender = self._context.Pipe(duplex=False)
@@ -124,7 +127,7 @@ class Lanes:
 
 
 def _received(receiver: Connection) -> XmcrayError | None:
-    """What a process sends before it ends; None if it just ends."""
+    """The mistake that a process sends before it ends; None if it sends nothing."""
     try:
         mistake: XmcrayError = receiver.recv()
     except EOFError:
@@ -135,7 +138,7 @@ def _received(receiver: Connection) -> XmcrayError | None:
 
 
 def _train(sender: Connection, corpus: str, out: Path, config: RunConfig, refit: bool) -> None:
-    """The life of a process."""
+    """Trains in this process, and sends a mistake of the user to the parent."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with logs.on_stderr():
         try:
@@ -143,12 +146,12 @@ def _train(sender: Connection, corpus: str, out: Path, config: RunConfig, refit:
         except XmcrayError as mistake:
             sender.send(mistake)
         except KeyboardInterrupt:
-            # A checkpoint is saved.
+            # The training has saved a checkpoint.
             return
 
 
 def _end_with_parent() -> None:
-    """Ends this process at once if its parent was killed: a restart needs the run's lock."""
+    """Ends this process as soon as its parent is gone, because a restart needs the run's lock."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "it was started by a parent"
     parent.join()

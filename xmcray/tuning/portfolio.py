@@ -1,8 +1,8 @@
 """The trainings that `xmcray auto` tries, in the order in which it tries them.
 
-A training starts from a preset for a CPU and the static encoder. Of a method's presets, the one that
-was chosen on a set of about the corpus's size comes first. The methods are those of the best bundles
-in docs/methods/README.md.
+Each training starts from a preset for the static encoder on a CPU. Presets that were chosen on a
+data set of about the corpus's size come first. The methods are those of the best bundles in
+docs/methods/README.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xmcray.errors import ConfigError
 from xmcray.nn import pretrained
 from xmcray.tuning.space import Values
 
-# Sets that have presets of the static encoder: labels and training queries.
+# Data sets that have presets for the static encoder: numbers of labels and of training queries.
 SET_SIZES = {
     "sample": (2_200, 2_391),
     "cdnjs-keywords": (2_320, 3_436),
@@ -29,11 +29,11 @@ SET_SIZES = {
 }
 # In the order in which they are tried. RAE-XMC trains quickly, and gains most by fusing.
 DEFAULT_METHODS = ("rae", "astra", "dexml", "unidec", "renee")
-# PRIME is slower and was never a part of the best bundle of a set: it has to be asked for.
+# PRIME is slower and was never a part of the best bundle of a set: it runs only if it is named.
 METHODS = (*DEFAULT_METHODS, "prime")
 DISTILLED_FROM = "sentence-transformers/all-MiniLM-L6-v2"
-NUM_PRESETS = 3  # of a method, the nearest in size
-# Sections of a preset that belong to a machine, or that `auto` sets itself.
+NUM_PRESETS = 3  # presets that are tried of each method
+# Sections of a preset that depend on the machine, or that `auto` sets itself.
 _LEFT_OUT = ("cluster", "log", "memory")
 
 
@@ -42,10 +42,10 @@ class Candidate:
     """A training that may be tried.
 
     Attributes:
-        method: its name.
+        method: name of the method.
         preset: SET of preset:METHOD/SET.
-        encoder: in words.
-        values: settings by dotted name, over the method's defaults.
+        encoder: the encoder, in words.
+        values: settings by dotted name that replace the method's defaults.
     """
 
     method: str
@@ -58,24 +58,27 @@ def candidates(corpus: Corpus, methods: Sequence[str] = DEFAULT_METHODS) -> list
     """The candidates for a corpus, the most promising first; equal ones once.
 
     Args:
-        corpus: its size chooses presets.
-        methods: that are tried.
+        corpus: the corpus, whose size chooses the presets.
+        methods: names of the methods that are tried.
     """
     has_transformer = _can_distil()
     presets = nearest_presets(corpus.card.num_labels, corpus.card.num_train)
     chosen: list[Candidate] = []
-    for method, rank, is_other_encoder in _order(methods):
-        preset = presets[rank]
+    for method, preset, is_other_encoder in _order(methods, presets[:NUM_PRESETS]):
         candidate = _candidate(method, preset, is_other_encoder, has_transformer)
-        # Presets of several sets may be equal.
-        settings = (candidate.method, candidate.values)
-        if all(settings != (other.method, other.values) for other in chosen):
+        # Presets of several data sets may be equal.
+        if not any(_are_equal(candidate, other) for other in chosen):
             chosen.append(candidate)
     return chosen
 
 
+def _are_equal(first: Candidate, second: Candidate) -> bool:
+    """Whether two candidates are the same training; the names of their presets do not matter."""
+    return first.method == second.method and first.values == second.values
+
+
 def nearest_presets(num_labels: int, num_train: int) -> list[str]:
-    """Sets with presets, the nearest in numbers of labels and queries first."""
+    """Data sets with presets, the nearest in numbers of labels and queries first."""
 
     def distance(name: str) -> float:
         labels, queries = SET_SIZES[name]
@@ -87,28 +90,32 @@ def nearest_presets(num_labels: int, num_train: int) -> list[str]:
     return sorted(SET_SIZES, key=distance)
 
 
-def _order(methods: Sequence[str]) -> Iterator[tuple[str, int, bool]]:
-    """Method, rank of its preset, and whether the encoder starts in the other way."""
+def _order(methods: Sequence[str], presets: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
+    """Yields method, preset, and whether the encoder is the one that the preset does not have."""
     in_order = [method for method in METHODS if method in methods]
-    for rank in range(NUM_PRESETS):
+    for preset in presets:
         for is_other_encoder in (False, True):
-            # Different methods add more to each other than settings of one method do.
+            # Methods change fastest: different methods add more to each other than settings of one
+            # method do.
             for method in in_order:
-                yield method, rank, is_other_encoder
+                yield method, preset, is_other_encoder
 
 
 def _candidate(
     method: str, preset: str, is_other_encoder: bool, has_transformer: bool
 ) -> Candidate:
+    """The training of a preset, or of the same with the other encoder: distilled or not."""
     settings = configs.load_yaml(f"preset:{method}/{preset}")
-    # The candidate says it, and it is no setting of a trial.
+    # It is no setting of a trial; the candidate holds it as `method`.
     del settings["method_name"]
     for section in _LEFT_OUT:
         settings.pop(section, None)
     values = dotted(settings)
-    # All trials hold the same queries out.
+    # The study sets it, so that all trials hold the same queries out.
     values.pop("data.validation", None)
-    is_distilled = bool(values.pop("encoder.init_from", "")) != is_other_encoder
+    is_distilled = bool(values.pop("encoder.init_from", ""))
+    if is_other_encoder:
+        is_distilled = not is_distilled
     encoder = "static"
     if is_distilled and has_transformer:
         values["encoder.init_from"] = DISTILLED_FROM
@@ -128,7 +135,7 @@ def dotted(settings: Mapping[str, Any], prefix: str = "") -> Values:
 
 
 def _can_distil() -> bool:
-    """Whether the transformer that encoders are distilled from is here, or can be downloaded."""
+    """Whether the transformer that encoders are distilled from is on disk or can be downloaded."""
     try:
         pretrained.find(DISTILLED_FROM)
     except ConfigError:

@@ -11,7 +11,7 @@ from xmcray import draws
 from xmcray.errors import ConfigError, ResourceError
 from xmcray.tuning.space import Check, Choice, Distribution, Space, Values, problem_with
 
-MAX_ATTEMPTS = 100  # without a feasible trial, after which a space counts as infeasible
+MAX_ATTEMPTS = 100  # infeasible samples in a row after which a space counts as infeasible
 
 
 class Proposals(abc.ABC):
@@ -27,7 +27,7 @@ class Proposals(abc.ABC):
         self.check = check
 
     def propose(self, number: int) -> Values:
-        """The values of a trial; every combination passes the check of the sweep.
+        """Proposes values of a trial that pass the check of the sweep.
 
         Raises:
             ConfigError: no combination passes.
@@ -38,7 +38,7 @@ class Proposals(abc.ABC):
             problem = problem_with(values, self.check)
             if problem is None:
                 return values
-            # An infeasible combination is to be avoided like one whose trial failed.
+            # The search avoids an infeasible combination like one whose trial failed.
             self.learn(number, values, None)
         raise ConfigError(
             f"the space holds no feasible trial: none of {MAX_ATTEMPTS} draws is one,"
@@ -47,17 +47,23 @@ class Proposals(abc.ABC):
 
     @abc.abstractmethod
     def sample(self, number: int, attempt: int) -> Values:
-        """Values that may not be feasible; earlier attempts at the same trial were not."""
+        """Samples values, which may be infeasible.
+
+        Args:
+            number: number of the trial.
+            attempt: number of infeasible samples for this trial so far.
+        """
 
     @abc.abstractmethod
     def learn(self, number: int, values: Values, score: float | None) -> None:
-        """Takes note of the score of a trial; None if the trial failed."""
+        """Learns the score of a trial; None if the trial failed."""
 
 
 class RandomProposals(Proposals):
-    """Sampled values that are a function of the seed, the trial's number and the setting's name.
+    """Random search.
 
-    So the trials of a sweep do not depend on what ran before them, on their number or their order.
+    A value is a function of the seed, the trial's number and the setting's name. So a trial does
+    not depend on how many other trials there are, or on their order.
     """
 
     def __init__(self, space: Space, seed: int, check: Check) -> None:
@@ -65,7 +71,7 @@ class RandomProposals(Proposals):
         self.seed = seed
 
     def sample(self, number: int, attempt: int) -> Values:
-        """Values of one attempt."""
+        """Samples each setting from a generator of its own."""
         values = {}
         for name, distribution in self.space.items():
             generator = draws.generator(self.seed, f"tune {name}", number, attempt)
@@ -79,12 +85,11 @@ class RandomProposals(Proposals):
 class OptunaProposals(Proposals):
     """Optuna's tree-structured Parzen estimator.
 
-    A new object that learns the same past continues where another one stopped, but its samples
-    differ.
+    An object that learns the trials of an earlier one continues its search, with other samples.
 
     Args:
         space: the search space.
-        seed: of the sampled values.
+        seed: seed of the sampled values.
         check: raises ConfigError for values that the settings do not accept.
         past: values and scores of trials that have ended.
     """
@@ -99,23 +104,26 @@ class OptunaProposals(Proposals):
         super().__init__(space, check)
         self._optuna = _import_optuna()
         with warnings.catch_warnings():
-            # constant_liar is "experimental": it counts running trials as bad ones.
+            # Optuna warns that constant_liar, which counts running trials as bad ones, is
+            # experimental.
             warnings.simplefilter("ignore")
             sampler = self._optuna.samplers.TPESampler(seed=seed % 2**32, constant_liar=True)
         self._study = self._optuna.create_study(direction="maximize", sampler=sampler)
-        self._distributions = {name: self._translated(d) for name, d in space.items()}
+        self._distributions = {}
+        for name, distribution in space.items():
+            self._distributions[name] = self._translated(distribution)
         self._running: dict[int, Any] = {}
         for values, score in past:
             self._add(values, score)
 
     def sample(self, number: int, attempt: int) -> Values:
-        """Values that Optuna asks to be tried."""
+        """Asks Optuna for values."""
         trial = self._study.ask(self._distributions)
         self._running[number] = trial
         return {name: self._decoded(name, value) for name, value in trial.params.items()}
 
     def learn(self, number: int, values: Values, score: float | None) -> None:
-        """Takes note of the score of a trial, also of one that another object proposed."""
+        """Tells Optuna the score of a trial, even if another object proposed the trial."""
         trial = self._running.pop(number, None)
         if trial is None:
             self._add(values, score)
@@ -158,7 +166,9 @@ class OptunaProposals(Proposals):
     def _encoded(self, name: str, value: Any) -> Any:
         """A value as Optuna stores it."""
         distribution = self.space[name]
-        return distribution.values.index(value) if isinstance(distribution, Choice) else value
+        if isinstance(distribution, Choice):
+            return distribution.values.index(value)
+        return value
 
     def _decoded(self, name: str, value: Any) -> Any:
         """A value from what Optuna proposes."""

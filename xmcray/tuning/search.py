@@ -1,13 +1,14 @@
-"""Trials on Ray Tune: which ones run, at the same time, and until when.
+"""Runs the trials of a sweep on Ray Tune.
 
-Tune schedules actors, compares trials and ends those that are behind. What it needs to know comes
-from the sweep's folder, and every event is written there at once. So a restart starts Tune anew
+Tune schedules actors, compares trials and ends those that are behind. It reads trials from the
+sweep's folder, and every event is written there at once. So a restart begins a new Tune experiment
 with the trials that have not ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -39,11 +40,11 @@ from xmcray.tuning.trial import (
     wait_until_free,
 )
 
-# ASHA compares trials after a ninth and after a third of the epochs; a third of them continues.
+# ASHA compares trials after a ninth and after a third of the epochs. A third of them continues.
 REDUCTION = 3
 # Memory that is reserved for an actor that trains with workers.
 _WAITING_ACTOR_BYTES = 256 << 20
-# Mistakes that every other trial would make too.
+# Errors that every other trial would meet too.
 _FATAL = (ResourceError, StorageError)
 _ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # a run has its own records
@@ -60,8 +61,8 @@ class Share:
     """The part of a cluster that one trial gets.
 
     Attributes:
-        resources: of its actor; the training itself reserves those of its workers.
-        cluster: its settings of section `cluster`.
+        resources: resources of the trial's actor. The training reserves those of its workers.
+        cluster: settings of the trial's section `cluster`.
         slots: trials that run at the same time.
     """
 
@@ -80,8 +81,8 @@ def run_sweep(
     """Runs the trials below `num_trials` that have not ended.
 
     Args:
-        sweep: its folder.
-        num_trials: trials in all.
+        sweep: folder of the sweep.
+        num_trials: trials in all, earlier calls included.
         keep: number of best trials whose checkpoints stay.
         cluster: section `cluster` of each trial.
         on_end: called when a trial has ended.
@@ -89,16 +90,14 @@ def run_sweep(
     Raises:
         XmcrayError: a mistake that concerns more than one trial, or all trials failed.
     """
-    remaining = list(range(num_trials))
-    for trial in sweep.trials():
-        # A sweep that was continued with fewer trials may hold numbers beyond the range.
-        if trial.state != "unfinished" and trial.number in remaining:
-            remaining.remove(trial.number)
+    ended = {trial.number for trial in sweep.trials() if trial.state != "unfinished"}
+    remaining = [number for number in range(num_trials) if number not in ended]
     if remaining:
         _run_remaining(sweep, Guide(sweep, remaining, keep, on_end), cluster)
     sweep.prune(keep)
-    failed = [trial for trial in sweep.trials() if trial.state == "failed"]
-    if failed and len(failed) == len(sweep.trials()):
+    trials = sweep.trials()
+    failed = [trial for trial in trials if trial.state == "failed"]
+    if failed and len(failed) == len(trials):
         raise RunError(
             f"none of {len(failed)} trials finished; the first failed because {failed[0].message}"
         )
@@ -110,7 +109,8 @@ def _run_remaining(sweep: Sweep, guide: Guide, cluster: ClusterConfig) -> None:
     # Without a dashboard, Tune leaks the placement groups of trials that it stops.
     with ray_session(dashboard=True):
         try:
-            _tuner(sweep, guide, share(cluster, ray.nodes())).fit()
+            trial_share = share(cluster, ray.nodes())
+            _tuner(sweep, guide, trial_share).fit()
             # Tune does not wait for the processes of trials that it stopped.
             for number in guide.values_by_trial:
                 wait_until_free(sweep.run_path(number))
@@ -157,8 +157,8 @@ def share(cluster: ClusterConfig, nodes: list[dict[str, Any]]) -> Share:
         ResourceError: the nodes do not suffice for one trial.
     """
     node_resources = [node["Resources"] for node in nodes if node["Alive"]]
-    num_gpus = sum(resources.get("GPU", 0) for resources in node_resources)
     num_processes = max(cluster.workers, 1)
+    num_gpus = sum(resources.get("GPU", 0) for resources in node_resources)
     needs_gpu = cluster.device == "gpu"
     if cluster.device == "auto":
         needs_gpu = num_gpus >= num_processes
@@ -166,11 +166,7 @@ def share(cluster: ClusterConfig, nodes: list[dict[str, Any]]) -> Share:
     if needs_gpu:
         process_needs["GPU"] = 1.0
     # A process cannot be split over nodes, so what is left over on a node does not count.
-    num_places = 0
-    for resources in node_resources:
-        fits = [resources.get(name, 0) // amount for name, amount in process_needs.items()]
-        # The scarcest resource of a node limits it.
-        num_places += int(min(fits))
+    num_places = sum(_processes_on(resources, process_needs) for resources in node_resources)
     if num_places < num_processes:
         available = "; ".join(_amounts(process_needs, resources) for resources in node_resources)
         raise ResourceError(
@@ -188,7 +184,14 @@ def share(cluster: ClusterConfig, nodes: list[dict[str, Any]]) -> Share:
         # The training reserves CPUs and GPUs for its workers itself, and the actor only waits. But
         # Tune has to reserve something.
         actor_needs = {"memory": _WAITING_ACTOR_BYTES}
-    return Share(actor_needs, settings, num_places // num_processes)
+    return Share(actor_needs, settings, slots=num_places // num_processes)
+
+
+def _processes_on(resources: Mapping[str, float], process_needs: Mapping[str, float]) -> int:
+    """How many processes fit on a node."""
+    fits = [resources.get(name, 0) // amount for name, amount in process_needs.items()]
+    # The scarcest resource limits the node.
+    return int(min(fits))
 
 
 def _amounts(names: Mapping[str, float], resources: Mapping[str, float]) -> str:
@@ -197,8 +200,8 @@ def _amounts(names: Mapping[str, float], resources: Mapping[str, float]) -> str:
 
 
 def asha(sweep: Sweep) -> ASHAScheduler:
-    """The scheduler, which knows the validations of all trials that have ended."""
-    # Without a feasible trial, nothing will be compared.
+    """Makes the scheduler and tells it the validations of all trials that have ended."""
+    # The default is for a space without a feasible trial, in which nothing is compared.
     epochs = max(_possible_epochs(sweep), default=1)
     grace = max(1, round(epochs / REDUCTION**2))
     scheduler = ASHAScheduler(
@@ -207,7 +210,7 @@ def asha(sweep: Sweep) -> ASHAScheduler:
         mode="max",
         grace_period=grace,
         reduction_factor=REDUCTION,
-        # Where the rungs end: a trial that passes a third of the way is trained to the end.
+        # Just before a third rung: a trial that passes the second one is trained to the end.
         max_t=grace * REDUCTION**2 - 1,
         stop_last_trials=False,
     )
@@ -225,13 +228,12 @@ def asha(sweep: Sweep) -> ASHAScheduler:
 
 def _possible_epochs(sweep: Sweep) -> list[int]:
     """Numbers of epochs at the ends of the space."""
-    candidates: list[Values] = [{}]
-    for name in ("optim.epochs", "optim.stop_epoch"):
-        if name in sweep.space:
-            ends = sweep.space[name].values_to_check()
-            candidates = [{**values, name: end} for values in candidates for end in ends]
+    names = [name for name in ("optim.epochs", "optim.stop_epoch") if name in sweep.space]
+    ends = [sweep.space[name].values_to_check() for name in names]
     possible_epochs = []
-    for values in candidates:
+    # Each end of one range with each end of the other; once without values if neither is searched.
+    for corner in itertools.product(*ends):
+        values = dict(zip(names, corner, strict=True))
         # Some ends do not fit together: a trial does not stop after its last epoch.
         with contextlib.suppress(ConfigError):
             possible_epochs.append(sweep.config.resolve(values).optim.num_epochs)
@@ -239,18 +241,18 @@ def _possible_epochs(sweep: Sweep) -> list[int]:
 
 
 class Guide(Searcher):
-    """Tells Tune which trial comes next, and records in the sweep's folder which one has ended.
+    """Tells Tune which trial comes next, and records the end of each trial in the sweep's folder.
 
     Args:
-        sweep: its folder.
+        sweep: folder of the sweep.
         remaining: numbers of the trials that have not ended. Those with values in the ledger keep
             them.
         keep: number of best trials whose checkpoints stay.
         on_end: called when a trial has ended.
 
     Attributes:
-        problem: a mistake that ends the sweep and no trial.
-        values_by_trial: values of all trials that have some.
+        problem: an error that ends the whole sweep; None if there is none.
+        values_by_trial: values of the trials that have some, by number.
     """
 
     def __init__(self, sweep: Sweep, remaining: list[int], keep: int, on_end: OnEnd) -> None:
@@ -262,15 +264,15 @@ class Guide(Searcher):
         self.problem: XmcrayError | None = None
         self.values_by_trial = {trial.number: trial.values for trial in sweep.trials()}
         # Trials with values go first. If they waited, Optuna would not learn their scores.
-        # False sorts before True, and trials of the same kind keep their order.
-        numbers = sorted(remaining, key=lambda number: number not in self.values_by_trial)
-        self._next_numbers = iter(numbers)
+        begun = [number for number in remaining if number in self.values_by_trial]
+        new = [number for number in remaining if number not in self.values_by_trial]
+        self._next_numbers = iter(begun + new)
         self._running: dict[str, int] = {}
         self._mistakes: dict[str, XmcrayError] = {}
         self.proposals = proposals(sweep)
 
     def suggest(self, trial_id: str) -> Any:
-        """The number of the next trial; its values are in the ledger before it runs."""
+        """The number of the next trial, whose values are written to the ledger first."""
         number = next(self._next_numbers, None)
         if number is None or self.problem is not None:
             return Searcher.FINISHED
@@ -286,21 +288,19 @@ class Guide(Searcher):
         return {"number": number}
 
     def _values_of(self, number: int) -> Values:
-        """The values of a new trial: those that the sweep's definition gives to the first trials,
-        or sampled ones.
-        """
+        """The values of a new trial: given ones for the first trials, then sampled ones."""
         first = self.sweep.config.first
         if number < len(first):
             return dict(first[number])
         return self.proposals.propose(number)
 
     def hear(self, trial_id: str, kind: str, message: str) -> None:
-        """Takes note of a mistake that ended a trial; some of them end the sweep.
+        """Takes note of an error that ended a trial. Some errors end the whole sweep.
 
         Args:
             trial_id: Tune's name of the trial.
             kind: class name of the error.
-            message: of the error.
+            message: message of the error.
         """
         error_type: type[XmcrayError] = getattr(errors, kind, XmcrayError)
         error = error_type(message)
@@ -319,7 +319,8 @@ class Guide(Searcher):
         if number is None or self.problem is not None:
             return  # the sweep is about to end: the next command continues this trial
         try:
-            # Before the end is recorded: the process of a stopped trial still trains for a moment.
+            # Before the end is recorded, so that this trial is not pruned yet: the process of a
+            # stopped trial still trains for a moment.
             self.sweep.prune(self.keep)
             self._record_end(trial_id, number, error)
         except XmcrayError as problem:
@@ -330,6 +331,7 @@ class Guide(Searcher):
         self.on_end(trial)
 
     def _record_end(self, trial_id: str, number: int, died: bool) -> None:
+        """Writes how a trial ended to the ledger."""
         mistake = self._mistakes.get(trial_id)
         if mistake is not None:
             self.sweep.end(number, "failed", str(mistake))
@@ -360,10 +362,10 @@ def proposals(sweep: Sweep) -> Proposals:
     config = sweep.config
     if config.search == "random":
         return RandomProposals(sweep.space, config.seed, config.resolve)
-    drawn = sweep.trials()
-    past = [(trial.values, trial.score) for trial in drawn if trial.state != "unfinished"]
-    # Another seed for each restart, or the first samples would be proposed again.
-    seed = draws.torch_seed(config.seed, "tune", len(drawn))
+    trials = sweep.trials()
+    past = [(trial.values, trial.score) for trial in trials if trial.state != "unfinished"]
+    # Each restart uses another seed. With the same one, Optuna would propose the first samples again.
+    seed = draws.torch_seed(config.seed, "tune", len(trials))
     return OptunaProposals(sweep.space, seed, config.resolve, past)
 
 
@@ -371,8 +373,8 @@ class TrialStopper(Stopper):
     """Ends a trial that is too expensive, and all trials as soon as the sweep has a problem.
 
     Args:
-        guide: hears of mistakes.
-        limit_cpu_s: CPU time of a trial; 0 is no limit.
+        guide: gets the errors that end trials.
+        limit_cpu_s: CPU seconds that a trial may take; 0 is no limit.
     """
 
     def __init__(self, guide: Guide, limit_cpu_s: float) -> None:
