@@ -1,11 +1,11 @@
-"""Sweeps of a finished bundle on its own vectors, without training: seconds instead of hours.
+"""Compares inference-time settings of a finished bundle, without training: seconds, not hours.
 
     memory.weight, .temperature, .keys, .joint        lambda, tau, b of a memory (RAE-XMC, Eq. 8)
     fusion.text_weight                                label texts in UniDEC's sum of two cosines
     index.factory, .nprobe, .candidates, .ef_search   speed and quality of an index of the bundle
 
 The queries are those that the bundle's run held out for validation, never the test split. A memory
-answers them without its own entries for them.
+that holds these queries answers them without those entries.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from xmcray.tuning.space import Space, Values, check_space, nested
 from xmcray.tuning.sweep import Trial, Validation
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, spans
 
-# Of the indexes that lose less than this to the best one, the fastest is the best.
+# An index may lose this much to the best one. Among those that do not lose more, speed decides.
 TOLERATED_LOSS = 0.001
 
 # Such a sweep starts anew each time, so it may replace only its own files.
@@ -64,12 +64,12 @@ FAMILIES: Mapping[str, type[Any]] = {**OPTIONAL_SECTIONS, "index": IndexSpec}
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSetting:
-    """One setting and its metrics.
+    """One combination of settings and its metrics.
 
     Attributes:
-        values: by dotted name.
-        metrics: on the validation split.
-        queries_per_s: of the search alone; 0 unless the setting is one of an index.
+        values: settings by dotted name.
+        metrics: metrics on the validation split.
+        queries_per_s: speed of the search alone; 0 unless the settings are those of an index.
     """
 
     values: Values
@@ -87,8 +87,8 @@ class BundleSweep:
 
     Attributes:
         space: the settings that were searched.
-        metric: which decides.
-        settings: the best first.
+        metric: the metric that decides.
+        settings: the measured settings, the best first.
         unchanged: metrics of the bundle with its own settings.
     """
 
@@ -116,7 +116,7 @@ class BundleSweep:
         """Writes results.json, best.yaml and report.html.
 
         Args:
-            folder: where they go.
+            folder: the folder of the files.
             title: heading of the report.
         """
         write_json(folder / "results.json", self.plain())
@@ -135,12 +135,12 @@ class _HeldOut:
     """A bundle and the queries that its run held out for validation.
 
     Attributes:
-        folder: of the bundle.
-        retriever: answers from the bundle.
+        folder: folder of the bundle.
+        retriever: the loaded bundle.
         data: the training split as the bundle's run saw it.
-        query_BD: float32, vectors of the queries.
-        excluded: labels that are no answers to a query, source ids.
-        seed: of the run.
+        query_BD: float32, vectors of the held-out queries.
+        excluded: labels that must not answer a query (source ids), for each query.
+        seed: seed of the run.
     """
 
     folder: Path
@@ -207,8 +207,8 @@ def sweep_bundle(
         corpus: the one that it was made from.
         space: the settings to search.
         trials: number of settings to compare; equal ones are measured once.
-        seed: of the sampled values.
-        metric: which decides; of indexes that lose less than 0.001 of it, speed decides.
+        seed: seed of the sampled values.
+        metric: the metric that decides; among indexes that lose at most 0.001 of it, speed decides.
         where: name of the space's file, for error messages.
 
     Raises:
@@ -226,16 +226,24 @@ def sweep_bundle(
             grid.append(values)
     measure_grid = {"memory": _sweep_memory, "fusion": _sweep_fusion, "index": _sweep_index}
     settings = measure_grid[family](held_out, grid)
-    if metric not in settings[0].metrics:
-        raise ConfigError(configs.unknown("metric", metric, list(settings[0].metrics)))
+    metric_names = list(settings[0].metrics)
+    if metric not in metric_names:
+        raise ConfigError(configs.unknown("metric", metric, metric_names))
     if family == "index":
-        best = max(setting.metrics[metric] for setting in settings)
-        lowest = best - TOLERATED_LOSS
-        # False sorts before True, so the good ones come first, and the fastest of them leads.
-        settings.sort(key=lambda each: (each.metrics[metric] < lowest, -each.queries_per_s))
+        settings = _ranked_indexes(settings, metric)
     else:
-        settings.sort(key=lambda each: -each.metrics[metric])
+        settings.sort(key=lambda setting: setting.metrics[metric], reverse=True)
     return BundleSweep(space, metric, settings, _unchanged_metrics(held_out))
+
+
+def _ranked_indexes(settings: Sequence[MeasuredSetting], metric: str) -> list[MeasuredSetting]:
+    """Settings of indexes: the fastest of those that lose little first, then the others."""
+    best = max(setting.metrics[metric] for setting in settings)
+    lowest = best - TOLERATED_LOSS
+    by_speed = sorted(settings, key=lambda setting: setting.queries_per_s, reverse=True)
+    good = [setting for setting in by_speed if setting.metrics[metric] >= lowest]
+    bad = [setting for setting in by_speed if setting.metrics[metric] < lowest]
+    return good + bad
 
 
 def _open(path: str, corpus: Corpus) -> _HeldOut:
@@ -264,7 +272,7 @@ def _unchanged_metrics(held_out: _HeldOut) -> Mapping[str, float]:
     if retriever.memory is not None:
         settings = configs.dump(retriever.memory.config)
         values: Values = {f"memory.{name}": value for name, value in settings.items()}
-        # As a sweep of one setting, because only that leaves the held-out queries out.
+        # Measured as a sweep of one setting, because only that leaves the held-out queries out.
         return _sweep_memory(held_out, [values])[0].metrics
     top = retriever.top_labels(held_out.query_BD, held_out.k, exclude=held_out.excluded)
     return held_out.measure(top)
@@ -277,16 +285,28 @@ def _sweep_memory(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSettin
             "the bundle has no memory of training queries; make one with `xmcray memory`"
         )
     configurations = [_build("memory", values, memory.config) for values in grid]
-    # One search serves all settings: for as many keys as any of them needs, with and without votes.
-    most_keys = max(config.keys for config in configurations)
-    widest = dataclasses.replace(configurations[0], weight=0.5, keys=most_keys)
-    labels_only = dataclasses.replace(widest, weight=0.0)
+    answers = _memory_answers(held_out, memory, configurations)
+    measured = []
+    for values, config in zip(grid, configurations, strict=True):
+        top = TopLabels.concatenate(answers[config], held_out.k)
+        measured.append(MeasuredSetting(values, held_out.measure(top)))
+    return measured
+
+
+def _memory_answers(
+    held_out: _HeldOut, memory: Memory, configurations: Sequence[MemoryConfig]
+) -> dict[MemoryConfig, list[TopLabels]]:
+    """Answers to the held-out queries by each configuration, in chunks.
+
+    The queries are searched once for all configurations, with as many keys as any of them needs.
+    """
+    max_keys = max(config.keys for config in configurations)
+    labels_only = dataclasses.replace(configurations[0], weight=0.0, keys=max_keys)
     names = _names_without(held_out, memory)
     num_entries = int((names >= 0).sum())
-    width = min(most_keys, num_entries)
+    width = min(max_keys, num_entries)
     answers: dict[MemoryConfig, list[TopLabels]] = {config: [] for config in configurations}
-    num_queries = len(held_out.query_BD)
-    for span in spans(num_queries, VOTE_QUERIES):
+    for span in spans(len(held_out.query_BD), VOTE_QUERIES):
         query_BD = held_out.query_BD[span]
         excluded = held_out.excluded.slice(span.start, span.stop)
         near = held_out.retriever.find_neighbours(
@@ -296,7 +316,7 @@ def _sweep_memory(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSettin
             memory=labels_only,
         )
         queries = memory.rows.search(query_BD, width, names=names)
-        # Labels that were removed are keys, but do not follow those with votes.
+        # Removed labels still are keys of the memory, but they must not be answers.
         neighbours = Neighbours(queries, near.labels, fallback=near.fallback)
         results = sweep(
             neighbours,
@@ -309,21 +329,18 @@ def _sweep_memory(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSettin
         )
         for config, top in results:
             answers[config].append(top)
-    measured = []
-    for values, config in zip(grid, configurations, strict=True):
-        top = TopLabels.concatenate(answers[config], held_out.k)
-        measured.append(MeasuredSetting(values, held_out.measure(top)))
-    return measured
+    return answers
 
 
 def _names_without(held_out: _HeldOut, memory: Memory) -> Int64Array:
-    """Number of each entry of the memory, -1 for the held-out queries, which are no neighbours.
+    """The number of each entry of the memory; -1 for held-out queries, which are no neighbours.
 
     Raises:
         DataError: the memory does not hold the queries of this corpus.
     """
     # A memory holds the training queries that have a positive, in the order of the corpus.
-    entry_rows = np.flatnonzero(held_out.data.corpus.split("train").num_positives())
+    train = held_out.data.corpus.split("train")
+    entry_rows = np.flatnonzero(train.num_positives())
     if len(entry_rows) != len(memory.positives):
         raise DataError(
             f"the memory holds {len(memory.positives):,} queries, the corpus"
@@ -377,9 +394,11 @@ def _sweep_index(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSetting
     excluded = held_out.excluded
     excluded_rows = Ragged(labels.label_rows[excluded.values], excluded.offsets)
     rows = sample_rows(held_out.data.num_train, held_out.seed)
-    sample = retriever.encode(held_out.data.corpus.split("train").tokens(rows))
+    train = held_out.data.corpus.split("train")
+    sample = retriever.encode(train.tokens(rows))
     default = index_spec(held_out.seed, {})
 
+    # Settings of the search alone share an index.
     @functools.cache
     def built(spec: IndexSpec) -> Index:
         return build_index(vectors, spec, queries=sample)
@@ -391,13 +410,13 @@ def _sweep_index(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSetting
         started = time.perf_counter()
         top = index.search(held_out.query_BD, held_out.k, labels.answer_labels, excluded_rows)
         seconds = time.perf_counter() - started
-        metrics = held_out.measure(top)
-        measured.append(MeasuredSetting(values, metrics, len(top.ids) / seconds))
+        queries_per_s = len(top.ids) / seconds
+        measured.append(MeasuredSetting(values, held_out.measure(top), queries_per_s))
     return measured
 
 
 def _build(family: str, values: Values, base: Any = None) -> Any:
-    """The settings of a family: `values` over those of `base`, or over the defaults."""
+    """The settings of a family: `values` in place of those of `base`, or of the defaults."""
     settings = {} if base is None else configs.dump(base)
     settings.update(nested(values).get(family, {}))
     return configs.build(FAMILIES[family], settings, f"{family}.")

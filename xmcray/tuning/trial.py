@@ -1,8 +1,8 @@
 """The actor of a trial: an ordinary training whose validations are reported to Ray Tune.
 
-The training does not know that Tune runs it. Its metrics.jsonl is followed from a thread, as a
-progress bar does. A resumed trial first reports its old validations, so that Tune knows all of its
-past when it compares trials.
+The training does not know that Tune runs it. A thread follows its metrics.jsonl, as a progress bar
+does. A resumed trial reports its earlier validations first, because Tune compares trials by all of
+them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ def run_trial(task: Mapping[str, Any]) -> None:
     """Trains one trial to its end, from its newest checkpoint if it has one.
 
     This is a function trainable of Ray Tune. A mistake of the user is reported instead of raised,
-    so that the sweep can tell what ends one trial from what ends all of them.
+    so that the sweep can decide whether it ends one trial or all of them.
 
     Args:
-        task: "sweep", the folder; "number" of the trial; "cluster", settings of that section.
+        task: "sweep" is the folder, "number" that of the trial, "cluster" the settings of this
+            section.
     """
     sweep = Sweep.open(task["sweep"])
     number = int(task["number"])
@@ -69,9 +70,9 @@ class Reporter:
     The last one is reported only when the run is finished: Tune might end the trial at once.
 
     Args:
-        metric: key of the records.
-        limit_cpu_s: CPU time of a trial, above which it is reported before its first validation;
-            0 is no limit.
+        metric: the metric that is reported, by its key in the records.
+        limit_cpu_s: CPU seconds that a trial may take; one that will need more is reported before
+            its first validation. 0 is no limit.
     """
 
     def __init__(self, metric: str, limit_cpu_s: float) -> None:
@@ -85,13 +86,13 @@ class Reporter:
         self._is_training = False
 
     def start_training(self) -> None:
-        """Begins to count CPU time; what was heard before is the past of a resumed trial."""
+        """Begins to count CPU time; records before this call are those of an earlier process."""
         self._is_training = True
 
     def hear(self, record: Record) -> None:
         """Reports a validation, or that the trial will take too long.
 
-        Blocks until Tune has taken it, which delays only the thread that follows the records.
+        Blocks until Tune has taken the report. That delays only the thread that follows the records.
         """
         self.last_step = int(record.get("last_step", self.last_step))
         step = int(record["step"])
@@ -101,9 +102,7 @@ class Reporter:
             # An epoch of a very expensive trial may take longer than all of its time.
             is_first_epoch = self.num_validations == 0
             if is_first_epoch and 0 < self.limit_cpu_s < expected_cpu_s:
-                tune.report(
-                    {TIME: 0, SCORE: float("nan"), EXPECTED_CPU_S: expected_cpu_s},
-                )
+                tune.report({TIME: 0, SCORE: float("nan"), EXPECTED_CPU_S: expected_cpu_s})
             return
         self.num_validations += 1
         validation = {
@@ -121,7 +120,7 @@ class Reporter:
         if not self._is_training:
             return 0.0
         if self._start is None:
-            # Reading the corpus is over when the first record is written.
+            # Counted from the first record on, because the corpus has been read by then.
             self._start = (step, time.process_time())
             return 0.0
         start_step, start_cpu_s = self._start
