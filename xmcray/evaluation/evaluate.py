@@ -36,7 +36,7 @@ Grades = Callable[[Int64Array], Float64Array]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What one retriever reaches on one split.
+    """The measurements of one retriever on one split.
 
     Attributes:
         metrics: every metric as a fraction, by its key in metrics.json.
@@ -44,13 +44,13 @@ class Evaluation:
         left_out: queries without a positive left.
         a: the propensity constant A behind every PSP.
         b: the propensity constant B.
-        intervals: [low, high] of the 95 % bootstrap interval per main metric.
-        segments: per frequency segment its labels, positives, recall, macro-F1 and share of P@5.
+        intervals: [low, high] of the 95 % bootstrap interval of each main metric.
+        segments: labels, positives, recall, macro-F1 and share of P@5 of each frequency segment.
         deciles: ten equal groups of labels from rare to frequent, and the share of P@5 of each.
         index_recall: answers of the index against exact search on a sample of queries, or None.
         calibration: how right the probabilities of the answers are (reliability.py), or None.
         query_ids: int64 [queries], rows of the split that counted.
-        per_query: what those queries add to the main metrics.
+        per_query: the contributions of those queries to the main metrics.
         slices: main metrics of the queries with each value of an attribute (slices.py).
     """
 
@@ -113,7 +113,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """What the answers to all queries add up to: metrics, reliability, and graded nDCG."""
+    """Running sums over all queries: of metrics, reliability, and graded nDCG."""
 
     metrics: Metrics
     reliability: Reliability
@@ -184,7 +184,8 @@ def evaluate(
     for span in spans(num_queries, chunk):
         rows = np.arange(span.start, span.stop)
         answers = search(rows)
-        is_counted = sums.add(answers, truth(rows), None if grades is None else grades(rows))
+        positive_grades = None if grades is None else grades(rows)
+        is_counted = sums.add(answers, truth(rows), positive_grades)
         query_ids.append(rows[is_counted])
         if progress is not None:
             progress(span.stop)
@@ -260,9 +261,9 @@ def compare_several(
     that any of them is below 5 % by accident is at most 5 %.
 
     Args:
-        a: the first of each pair.
-        others: the second ones.
-        options: of `compare`.
+        a: the evaluation that is compared.
+        others: the evaluations that it is compared with.
+        options: keyword arguments of `compare`.
     Raises:
         DataError: as `compare`.
     """
@@ -282,10 +283,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     corrected = [0.0] * len(p_values)
     largest = 0.0
     num_left = len(p_values)
-    # The smallest is multiplied by the number of tests, the next one by one less, and so on; none
-    # becomes smaller than those before it.
+    # The smallest is multiplied by the number of tests, the next one by one less, and so on.
     for place in np.argsort(p_values, kind="stable").tolist():
-        largest = max(largest, min(1.0, num_left * p_values[place]))
+        product = min(1.0, num_left * p_values[place])
+        # No p-value becomes smaller than those before it.
+        largest = max(largest, product)
         corrected[place] = largest
         num_left -= 1
     return corrected
@@ -329,38 +331,40 @@ def sign_flip(difference_QM: Float64Array, permutations: int, seed: int) -> Floa
     """Two-sided paired permutation test of "no difference".
 
     Args:
-        difference_QM: float64 [queries, M], what the first of two runs has more than the second.
-        permutations: random sign changes; the observed signs count as one more.
-        seed: of the signs.
+        difference_QM: float64 [queries, M], gains of the first run minus those of the second.
+        permutations: number of random sign changes; the observed signs count as one more.
+        seed: seed of the signs.
     Returns:
-        float64 [M]: share of the sign changes whose sum is at least as far from zero.
+        float64 [M]: share of the sign changes whose sum is at least as far from zero as the
+        observed one.
     """
     observed = np.abs(difference_QM.sum(0))
     # Equal sums in another order of addition differ in their last digits and must count as equal.
     threshold = observed - 1e-9 * (1.0 + observed)
     # Queries without any difference change no sum.
-    has_moved = (difference_QM != 0).any(axis=1)
-    moved_QM = difference_QM[has_moved]
-    num_moved = len(moved_QM)
+    differs = (difference_QM != 0).any(axis=1)
+    different_QM = difference_QM[differs]
+    num_different = len(different_QM)
     generator = np.random.default_rng(seed)
-    # It starts at one, which stands for the observed signs.
+    # The count starts at one, for the observed signs.
     reached = np.ones(difference_QM.shape[1])
     # Signs are drawn in blocks of bounded memory.
-    block = max(1, _FLIP_VALUES // max(num_moved, 1))
+    block = max(1, _FLIP_VALUES // max(num_different, 1))
     for start in range(0, permutations, block):
         size = min(block, permutations - start)
-        coins = generator.integers(0, 2, (size, num_moved), np.int8)
+        coins = generator.integers(0, 2, (size, num_different), np.int8)
         # Coins of 0 and 1 become signs of -1 and 1.
         signs = (coins * 2 - 1).astype(np.float64)
-        sums = np.abs(signs @ moved_QM)
+        sums = np.abs(signs @ different_QM)
         reached += (sums >= threshold).sum(0)
     return reached / (permutations + 1)
 
 
 def _group(metrics: Metrics, members: BoolArray | Int64Array) -> dict[str, Any]:
-    """What a group of labels holds and contributes.
+    """Size and contribution of a group of labels.
 
-    Its share of P@5 is its hits over all of P@5's answers; its recall@5 is over its positives.
+    Its share of P@5 is its hits divided by all first 5 answers. Its recall@5 is its hits divided by
+    its positives.
     """
     hits = int(metrics.hits[members].sum())
     positives = int(metrics.positives[members].sum())
@@ -373,7 +377,7 @@ def _group(metrics: Metrics, members: BoolArray | Int64Array) -> dict[str, Any]:
 
 
 def _segments(metrics: Metrics, values: dict[str, float]) -> list[dict[str, Any]]:
-    """From rare to frequent. Labels without any training query come first, as "unseen"."""
+    """Segments from rare to frequent. Labels without a training query come first, as "unseen"."""
     macro_f1 = f"macroF1@{F1_CUTOFF}"
     rows = []
     unseen = metrics.train_counts <= 0
@@ -383,10 +387,10 @@ def _segments(metrics: Metrics, values: dict[str, float]) -> list[dict[str, Any]
     for name, low, high in SEGMENTS:
         members = metrics.segment(low, high)
         if members.any():
-            reach = segment_range(low, high)
+            count_range = segment_range(low, high)
             group = _group(metrics, members)
-            f1 = values.get(macro_f1 + reach)
-            rows.append({"name": name, "range": reach, **group, macro_f1: f1})
+            f1 = values.get(macro_f1 + count_range)
+            rows.append({"name": name, "range": count_range, **group, macro_f1: f1})
     return rows
 
 
@@ -419,8 +423,10 @@ def _index_recall(
     seed: int,
     chunk: int,
 ) -> dict[str, float] | None:
-    """Share of the exact first k answers among the index's own first k, on a seeded sample; None
-    without an exact search.
+    """Share of the exact first k answers that are among the index's first k, on a seeded sample.
+
+    Returns:
+        By name; None without an exact search.
     """
     if exact is None:
         return None

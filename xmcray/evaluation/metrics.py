@@ -59,7 +59,7 @@ SEGMENTS = (("tail", 0, 10), ("torso", 10, 100), ("head", 100, 1000), ("top", 10
 
 @dataclass(frozen=True, slots=True)
 class QueryValues:
-    """What each query adds to the main metrics, for the bootstrap.
+    """The contributions of each query to the main metrics, which the bootstrap resamples.
 
     A metric is the sum of its gains divided by the sum of its divisors.
 
@@ -135,8 +135,9 @@ class Metrics:
         # Per label, hits and answers among the first F1_CUTOFF answers of all queries.
         self.hits = np.zeros(num_labels, np.int32)
         self.answered = np.zeros(num_labels, np.int32)
+        # Per label, the queries of which it is a positive.
         self.positives = np.zeros(num_labels, np.int32)
-        # By metric: sums over queries, and of main metrics the summands, chunk by chunk.
+        # By metric: sums over queries. Of main metrics also the summands, chunk by chunk.
         self._gains: defaultdict[str, float] = defaultdict(float)
         self._divisors: defaultdict[str, float] = defaultdict(float)
         self._gain_chunks: defaultdict[str, list[Float32Array]] = defaultdict(list)
@@ -216,10 +217,12 @@ class Metrics:
         return members
 
     def per_query(self) -> QueryValues:
-        """The summands of the main metrics, in the order of `update`."""
+        """The summands of the main metrics, queries in the order of `update`."""
         gains = [np.concatenate(self._gain_chunks[name]) for name in MAIN_METRICS]
         divisors = [np.concatenate(self._divisor_chunks[name]) for name in MAIN_METRICS]
-        return QueryValues(np.stack(gains, axis=1), np.stack(divisors, axis=1))
+        gain_QM = np.stack(gains, axis=1)
+        divisor_QM = np.stack(divisors, axis=1)
+        return QueryValues(gain_QM, divisor_QM)
 
     def _check_labels(self, label_ids: Int64Array, what: str) -> None:
         """Raises DataError for a label id that is not one of the L labels."""
@@ -232,13 +235,7 @@ class Metrics:
     def _add(self, ids_BK: Int64Array, truth: Ragged) -> None:
         """Adds queries that all have a positive."""
         is_hit_BK = relevant(ids_BK, truth, self.num_labels)
-        # For macro-F1: how often each label was answered, rightly or not.
-        first_ids = ids_BK[:, :F1_CUTOFF]
-        is_first_hit = is_hit_BK[:, :F1_CUTOFF]
-        # `hits[ids] += 1` would count a repeated label once.
-        np.add.at(self.hits, first_ids[is_first_hit], 1)
-        np.add.at(self.answered, first_ids[first_ids >= 0], 1)
-        np.add.at(self.positives, truth.values, 1)
+        self._count_labels(ids_BK[:, :F1_CUTOFF], is_hit_BK[:, :F1_CUTOFF], truth)
         # The id -1 of a missing answer reads the last label's weight, but is never a hit.
         gain_BK = is_hit_BK * self.weights[ids_BK]
         ideal_BK = self._ideal_gain(truth)
@@ -248,42 +245,56 @@ class Metrics:
             num_hits = hit_BK[:, :k].sum(1)
             self._record(f"R@{k}", num_hits / lengths)
         is_early_hit = is_hit_BK[:, :MRR_CUTOFF]
-        # The place of the first hit; 0 also without any, where the reciprocal rank is 0.
+        # `argmax` returns the first hit; it also is 0 without any hit, where `any` makes the
+        # reciprocal rank 0.
         first_hit = is_early_hit.argmax(1)
         self._record(f"MRR@{MRR_CUTOFF}", is_early_hit.any(1) / (first_hit + 1.0))
         for k in CUTOFFS:
             # The first k ranks; narrower than k if each query has fewer answers.
-            hits = hit_BK[:, :k]
-            gains = gain_BK[:, :k]
-            ideal_gains = ideal_BK[:, :k]
-            # Rank r, counted from 1, has the discount 1 / log2(r + 1).
-            discount = 1.0 / np.log2(np.arange(2, k + 2))
-            # DCG of min(k, number of positives) hits; entry i sums the first i + 1 discounts.
-            num_attainable = np.minimum(lengths, k)
-            attainable = np.cumsum(discount)[num_attainable - 1]
-            # Fewer answers than k: later ranks contribute nothing.
-            answer_discount = discount[: hits.shape[1]]
-            self._record(f"P@{k}", hits.sum(1) / k)
-            self._record(f"nDCG@{k}", hits @ answer_discount / attainable)
-            self._record(f"PSP@{k}", gains.sum(1), ideal_gains.sum(1))
-            dcg = gains @ answer_discount / attainable
-            ideal_dcg = ideal_gains @ discount / attainable
-            self._record(f"PSnDCG@{k}", dcg, ideal_dcg)
+            self._add_ranked(k, hit_BK[:, :k], gain_BK[:, :k], ideal_BK[:, :k], lengths)
+
+    def _count_labels(self, ids_BK: Int64Array, is_hit_BK: BoolArray, truth: Ragged) -> None:
+        """Counts for macro-F1 how often each label is a hit, an answer, and a positive."""
+        # `hits[ids] += 1` would count a repeated label once.
+        np.add.at(self.hits, ids_BK[is_hit_BK], 1)
+        np.add.at(self.answered, ids_BK[ids_BK >= 0], 1)
+        np.add.at(self.positives, truth.values, 1)
+
+    def _add_ranked(
+        self,
+        k: int,
+        hit_BK: Float64Array,
+        gain_BK: Float64Array,
+        ideal_BK: Float64Array,
+        lengths: Int64Array,
+    ) -> None:
+        """Adds precision, nDCG and their propensity-scored variants at k.
+
+        Args:
+            k: the cutoff.
+            hit_BK: float64, 1 for a hit, of the first k answers.
+            gain_BK: float64, 1/p_l of hits, 0 for other answers.
+            ideal_BK: float64, the k best gains that a query can have.
+            lengths: int64 [B], number of positives.
+        """
+        # Rank r, counted from 1, has the discount 1 / log2(r + 1).
+        discount = 1.0 / np.log2(np.arange(2, k + 2))
+        # DCG of min(k, number of positives) hits; entry i sums the first i + 1 discounts.
+        num_attainable = np.minimum(lengths, k)
+        attainable = np.cumsum(discount)[num_attainable - 1]
+        # Fewer answers than k: later ranks contribute nothing.
+        answer_discount = discount[: hit_BK.shape[1]]
+        self._record(f"P@{k}", hit_BK.sum(1) / k)
+        self._record(f"nDCG@{k}", hit_BK @ answer_discount / attainable)
+        self._record(f"PSP@{k}", gain_BK.sum(1), ideal_BK.sum(1))
+        dcg = gain_BK @ answer_discount / attainable
+        ideal_dcg = ideal_BK @ discount / attainable
+        self._record(f"PSnDCG@{k}", dcg, ideal_dcg)
 
     def _ideal_gain(self, truth: Ragged) -> Float64Array:
         """float64 [B, max(CUTOFFS)]: the largest 1/p_l of each query's positives, then zeros."""
         weights = self.weights[truth.values]
-        # By query, then the largest weight first. Queries stay where they are, so the places in
-        # the rows are the same after sorting.
-        order = np.lexsort((-weights, truth.row_ids))
-        place = truth.places
-        width = max(CUTOFFS)
-        ideal = np.zeros((len(truth), width))
-        is_first = place < width
-        rows = truth.row_ids[is_first]
-        sorted_weights = weights[order]
-        ideal[rows, place[is_first]] = sorted_weights[is_first]
-        return ideal
+        return _largest_first(weights, truth)
 
     def _record(self, name: str, gains: Float64Array, best: Float64Array | None = None) -> None:
         """Adds a metric's gains per query; a ratio metric also has the best attainable ones."""
@@ -317,14 +328,7 @@ class GradedNdcg:
         """
         width = max(CUTOFFS)
         discount = 1.0 / np.log2(np.arange(2, width + 2))
-        ideal = np.zeros((len(truth), width))
-        # By query, then the largest grade first: places in the rows are the same after sorting.
-        order = np.lexsort((-grades, truth.row_ids))
-        sorted_grades = grades[order]
-        is_first = truth.places < width
-        row_of_first = truth.row_ids[is_first]
-        place_of_first = truth.places[is_first]
-        ideal[row_of_first, place_of_first] = sorted_grades[is_first]
+        ideal = _largest_first(grades, truth)
         first_ids = top.ids[:, :width]
         largest_answer = int(top.ids.max(initial=0))
         largest_positive = int(truth.values.max(initial=0))
@@ -334,8 +338,9 @@ class GradedNdcg:
         hit_pairs = pairs_of(first_ids, num_ids)[is_hit]
         hit_places = np.searchsorted(truth.pairs(num_ids), hit_pairs)
         gains = np.zeros((len(truth), width))
-        # There may be fewer answers than columns; a view of the first columns is as wide as they are.
-        gains[:, : first_ids.shape[1]][is_hit] = grades[hit_places]
+        # There may be fewer answers than columns. A slice is a view, so this writes into `gains`.
+        answer_gains = gains[:, : first_ids.shape[1]]
+        answer_gains[is_hit] = grades[hit_places]
         counts = ideal[:, 0] > 0
         self._num_queries += int(counts.sum())
         for k in CUTOFFS:
@@ -348,6 +353,28 @@ class GradedNdcg:
         if not self._num_queries:
             return {}
         return {f"graded nDCG@{k}": total / self._num_queries for k, total in self._sums.items()}
+
+
+def _largest_first(gains: Float64Array, truth: Ragged) -> Float64Array:
+    """The largest gains of each query's positives, which the ideal ranking has first.
+
+    Args:
+        gains: float64, the gain of each positive.
+        truth: positives of B queries.
+    Returns:
+        float64 [B, max(CUTOFFS)], descending, then zeros.
+    """
+    width = max(CUTOFFS)
+    # By query, then the largest gain first. Each query keeps its range of positions, so row ids and
+    # places are the same after sorting.
+    order = np.lexsort((-gains, truth.row_ids))
+    sorted_gains = gains[order]
+    is_first = truth.places < width
+    rows = truth.row_ids[is_first]
+    places = truth.places[is_first]
+    largest = np.zeros((len(truth), width))
+    largest[rows, places] = sorted_gains[is_first]
+    return largest
 
 
 def relevant(ids_BK: Int64Array, truth: Ragged, num_labels: int) -> BoolArray:

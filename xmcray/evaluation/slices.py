@@ -11,6 +11,7 @@ import numpy as np
 from xmcray.errors import DataError
 from xmcray.evaluation.evaluate import Evaluation, bootstrap_intervals
 from xmcray.evaluation.metrics import MAIN_METRICS, QueryValues
+from xmcray.types import BoolArray
 
 MAX_VALUES = 100  # of one attribute
 
@@ -24,10 +25,11 @@ def with_slices(
     """An evaluation with the main metrics of each value of each attribute.
 
     Args:
-        evaluation: of some queries.
-        attributes: by name, of each query that counted, in the order of `evaluation.query_ids`.
+        evaluation: the evaluation of some queries.
+        attributes: attributes by name of each query that counted, in the order of
+            `evaluation.query_ids`.
         resamples: number of resamples of the bootstrap.
-        seed: of the bootstrap.
+        seed: seed of the bootstrap.
 
     Raises:
         DataError: no query has an attribute, or one has too many values.
@@ -39,29 +41,45 @@ def with_slices(
         )
     slices = []
     for name in names:
-        values = [own.get(name) for own in attributes]
-        # Queries without the attribute are a slice too, the last one.
-        distinct = sorted({value for value in values if value is not None}, key=str)
-        if len(distinct) > MAX_VALUES:
-            raise DataError(
-                f"attribute {name!r} has {len(distinct):,} values, expected at most {MAX_VALUES};"
-                " put them into groups"
-            )
-        if None in values:
-            distinct.append(None)
-        for value in distinct:
-            members = np.array([own_value == value for own_value in values])
-            per_query = QueryValues(
-                evaluation.per_query.gain_QM[members], evaluation.per_query.divisor_QM[members]
-            )
-            gains = per_query.gain_QM.sum(0, dtype=np.float64)
-            divisors = per_query.divisor_QM.sum(0, dtype=np.float64)
+        value_by_query = [own.get(name) for own in attributes]
+        for value in _distinct_values(name, value_by_query):
+            is_member_Q = np.array([own_value == value for own_value in value_by_query])
             row = {
                 "attribute": name,
                 "value": value,
-                "queries": int(members.sum()),
-                **dict(zip(MAIN_METRICS, (gains / divisors).tolist(), strict=True)),
-                "intervals": bootstrap_intervals(per_query, resamples, seed),
+                "queries": int(is_member_Q.sum()),
+                **_metrics_of(evaluation.per_query, is_member_Q, resamples, seed),
             }
             slices.append(row)
     return dataclasses.replace(evaluation, slices=slices)
+
+
+def _distinct_values(name: str, value_by_query: Sequence[Any]) -> list[Any]:
+    """The values of an attribute in order; last None, if some query does not have the attribute.
+
+    Raises:
+        DataError: there are too many.
+    """
+    present = set(value_by_query) - {None}
+    distinct: list[Any] = sorted(present, key=str)
+    if len(distinct) > MAX_VALUES:
+        raise DataError(
+            f"attribute {name!r} has {len(distinct):,} values, expected at most {MAX_VALUES};"
+            " put them into groups"
+        )
+    if None in value_by_query:
+        distinct.append(None)
+    return distinct
+
+
+def _metrics_of(
+    per_query: QueryValues, is_member_Q: BoolArray, resamples: int, seed: int
+) -> dict[str, Any]:
+    """The main metrics of some of the queries, with their intervals."""
+    members = QueryValues(per_query.gain_QM[is_member_Q], per_query.divisor_QM[is_member_Q])
+    gains = members.gain_QM.sum(0, dtype=np.float64)
+    divisors = members.divisor_QM.sum(0, dtype=np.float64)
+    values = (gains / divisors).tolist()
+    metrics: dict[str, Any] = dict(zip(MAIN_METRICS, values, strict=True))
+    metrics["intervals"] = bootstrap_intervals(members, resamples, seed)
+    return metrics
