@@ -18,7 +18,7 @@ from xmcray.types import Float64Array
 
 MAX_POINTS = 300  # a longer line is drawn as means over equal stretches
 MAX_LABELLED_BARS = 12  # with more bars, their values would overlap
-GROUP_MARGIN = 0.12  # free on either side of a group of bars, as a share of its width
+GROUP_MARGIN = 0.12  # space on either side of a group of bars, as a share of its width
 
 Point = tuple[float, float]
 
@@ -101,9 +101,8 @@ def ticks(low: float, high: float) -> list[float]:
     smallest_step = (high - low) / 6
     power = 10.0 ** math.floor(math.log10(smallest_step))
     # 0.999 and 1e-9 forgive rounding errors, so that a step or an end that fits exactly is kept.
-    step = next(
-        power * factor for factor in (1, 2, 5, 10) if power * factor >= smallest_step * 0.999
-    )
+    steps = [power * factor for factor in (1, 2, 5, 10)]
+    step = min(step for step in steps if step >= smallest_step * 0.999)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [number * step for number in range(first, last + 1)]
@@ -129,23 +128,10 @@ def line_chart(
     Returns:
         An HTML figure; nothing if no series has a finite value.
     """
-    drawn = []
-    for line in series:
-        finite = np.isfinite(line.y)
-        if finite.any():
-            drawn.append(Series(line.name, line.x[finite], line.y[finite]))
+    finite_lines = [_finite(line) for line in series]
+    drawn = [line for line in finite_lines if len(line.y)]
     if not drawn:
         return Markup()
-    all_x = np.concatenate([line.x for line in drawn])
-    all_y = np.concatenate([line.y for line in drawn])
-    x_low = float(all_x.min())
-    x_high = float(all_x.max())
-    y_low = float(all_y.min())
-    if from_zero:
-        y_low = min(0.0, y_low)
-    y_low, y_high = _value_range(y_low, float(all_y.max()))
-    if x_high == x_low:  # a single point
-        x_high = x_low + 1
     legend = []
     notes = []
     for line in drawn:
@@ -154,7 +140,8 @@ def line_chart(
             legend.append(f"{line.name} {last_value}")
         else:
             notes.append(f"last {last_value}")
-    num_missing = sum(len(line.y) for line in series) - len(all_y)
+    num_values = sum(len(line.y) for line in series)
+    num_missing = num_values - sum(len(line.y) for line in drawn)
     if num_missing:
         notes.append(f"{num_missing:,} values not finite, not drawn")
     return render(
@@ -162,12 +149,33 @@ def line_chart(
         title=title,
         legend=legend,
         note=", ".join(notes),
-        frame=Frame(x_low, x_high, y_low, y_high),
+        frame=_frame_around(drawn, from_zero),
         x_title=x_title,
         y_title=y_title,
         show=short_number,
         lines=[_shortened(line) for line in drawn],
     )
+
+
+def _finite(line: Series) -> Series:
+    """A line without its values that are not finite."""
+    is_finite = np.isfinite(line.y)
+    return Series(line.name, line.x[is_finite], line.y[is_finite])
+
+
+def _frame_around(lines: Sequence[Series], from_zero: bool) -> Frame:
+    """A frame that shows all points of some lines."""
+    all_x = np.concatenate([line.x for line in lines])
+    all_y = np.concatenate([line.y for line in lines])
+    x_low = float(all_x.min())
+    x_high = float(all_x.max())
+    if x_high == x_low:  # a single point
+        x_high = x_low + 1
+    y_low = float(all_y.min())
+    if from_zero:
+        y_low = min(0.0, y_low)
+    y_low, y_high = _value_range(y_low, float(all_y.max()))
+    return Frame(x_low, x_high, y_low, y_high)
 
 
 def bar_chart(
@@ -193,17 +201,20 @@ def bar_chart(
         An HTML figure; nothing if no value is finite.
     """
     num_series = len(values_by_series)
+    # A group is 1 wide.
     bar_width = (1 - 2 * GROUP_MARGIN) / num_series
     bars = []
     for number, (series, values) in enumerate(values_by_series.items()):
         for group, value in enumerate(values):
             if math.isfinite(value):
                 left = group + GROUP_MARGIN + number * bar_width
-                hint = f"{names[group]}: {series} {show(value)}".replace("\n", " ")
+                group_name = names[group].replace("\n", " ")
+                hint = f"{group_name}: {series} {show(value)}"
                 bars.append(_Bar(number, left, value, hint))
     if not bars:
         return Markup()
-    _, y_high = _value_range(0.0, max(bar.value for bar in bars))
+    highest = max(bar.value for bar in bars)
+    _, y_high = _value_range(0.0, highest)
     return render(
         "bar_chart.svg.j2",
         title=title,
@@ -252,9 +263,12 @@ class _Line:
 
 def _shortened(line: Series) -> _Line:
     """Means over equal stretches of a long line, inside the range of its values."""
-    stretch = max(1, math.ceil(len(line.y) / MAX_POINTS))
-    starts = np.arange(0, len(line.y), stretch)
-    lengths = np.diff(np.append(starts, len(line.y)))  # the last stretch may be shorter
+    num_values = len(line.y)
+    stretch = max(1, math.ceil(num_values / MAX_POINTS))
+    starts = np.arange(0, num_values, stretch)
+    # The last stretch may be shorter.
+    bounds = np.append(starts, num_values)
+    lengths = np.diff(bounds)
     x = np.add.reduceat(line.x, starts) / lengths
     y = np.add.reduceat(line.y, starts) / lengths
     band: list[Point] = []

@@ -23,9 +23,9 @@ def write_predictions(path: str | Path, parts: Iterable[TopLabels], num_labels: 
     """Writes ranked answers as CSR [queries, num_labels] of float32 scores, all or nothing.
 
     Args:
-        path: where to; ".npz" is appended if it lacks.
-        parts: answers of consecutive queries (source label ids). Every answer is stored, a score of
-            zero too.
+        path: the file; ".npz" is appended if it is missing.
+        parts: answers of consecutive queries (source label ids). Every answer is stored, even with
+            a score of zero.
         num_labels: L, the number of columns.
     Returns:
         The path written.
@@ -41,11 +41,13 @@ def write_predictions(path: str | Path, parts: Iterable[TopLabels], num_labels: 
 
 @contextlib.contextmanager
 def writing_predictions(path: str | Path, num_labels: int) -> Iterator[Callable[[TopLabels], None]]:
-    """As `write_predictions`; gives a function that takes the next part.
+    """Writes predictions as `write_predictions`, part by part.
 
-    The file is there when the block ends, and not if it fails.
+    The block gets a function that takes the next part. The file exists after the block has ended
+    without an error.
     """
     path = _npz_path(path)
+    # Answers per query, after a zero with which the offsets begin.
     lengths = [np.zeros(1, np.int64)]
     # Answers of more queries than fit in memory wait in unnamed files next to the destination.
     with (
@@ -64,10 +66,12 @@ def writing_predictions(path: str | Path, num_labels: int) -> Iterator[Callable[
                 raise DataError(
                     f"an answer is label {largest}, expected less than {num_labels}: bundle and corpus differ"
                 )
-            present = ids >= 0
-            ids_file.write(ids[present].astype(np.int32).tobytes())
-            scores_file.write(scores[present].astype(np.float32).tobytes())
-            lengths.append(present.sum(1))
+            is_answer = ids >= 0
+            ids_P = ids[is_answer].astype(np.int32)
+            scores_P = scores[is_answer].astype(np.float32)
+            ids_file.write(ids_P.tobytes())
+            scores_file.write(scores_P.tobytes())
+            lengths.append(is_answer.sum(1))
 
         yield write
         offsets = np.cumsum(np.concatenate(lengths))
@@ -82,11 +86,13 @@ def writing_predictions(path: str | Path, num_labels: int) -> Iterator[Callable[
 
 def _npz_path(path: str | Path) -> Path:
     path = Path(path)
-    return path if path.suffix == ".npz" else path.with_name(path.name + ".npz")
+    if path.suffix == ".npz":
+        return path
+    return path.with_name(path.name + ".npz")
 
 
 def _mapped(file: IO[bytes], kind: type[np.generic]) -> npt.NDArray[Any]:
-    """What was written to a file, left on disk."""
+    """Maps the content of a file into memory, so that it stays on disk."""
     file.flush()
     # An empty file cannot be mapped.
     if file.tell() == 0:
@@ -120,14 +126,16 @@ def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> spa
         )
     # Not sum_duplicates(): two scores of one label are no score at all.
     matrix.sort_indices()
-    rows = np.repeat(np.arange(num_queries), np.diff(matrix.indptr))
-    # Sorted, equal labels of a row are neighbours.
-    is_same_row = np.diff(rows) == 0
+    lengths = np.diff(matrix.indptr)
+    row_P = np.repeat(np.arange(num_queries), lengths)
+    # After sorting, equal labels of a row are neighbours.
+    is_same_row = np.diff(row_P) == 0
     is_same_label = np.diff(matrix.indices) == 0
-    twice = is_same_row & is_same_label
-    if twice.any():
+    is_duplicate = is_same_row & is_same_label
+    if is_duplicate.any():
+        first_row = row_P[np.argmax(is_duplicate)]
         raise DataError(
-            f"{path} names a label twice in row {rows[np.argmax(twice)]}, expected each label at most once"
+            f"{path} names a label twice in row {first_row}, expected each label at most once"
         )
     return matrix
 
@@ -143,21 +151,23 @@ def predictions_to_top_labels(
     Args:
         matrix: CSR [queries, L] without duplicates.
         rows: int64 [B], the chosen queries.
-        exclude: label ids per chosen row that are masked before the top k is taken (filter pairs).
+        exclude: label ids of each chosen row that are masked before the top k are taken (filter
+            pairs).
     Returns:
         ids and scores [B, min(k, L)], -1 and -inf where a row stores fewer answers.
     """
     num_labels = int(matrix.shape[1])
-    # Places of the stored answers, row by row, of which `take` chooses the rows.
-    places = np.arange(matrix.nnz, dtype=np.int64)
-    chosen = Ragged(places, np.asarray(matrix.indptr, np.int64)).take(rows)
+    # Places of all stored answers, row by row; `take` keeps those of the chosen rows.
+    all_places = np.arange(matrix.nnz, dtype=np.int64)
+    offsets = np.asarray(matrix.indptr, np.int64)
+    chosen = Ragged(all_places, offsets).take(rows)
     query_P = chosen.row_ids
     label_P = np.asarray(matrix.indices, np.int64)[chosen.values]
     score_P = np.asarray(matrix.data, np.float64)[chosen.values]
     if exclude is not None:
         pairs = query_P * num_labels + label_P
-        kept = ~np.isin(pairs, exclude.pairs(num_labels))
-        query_P = query_P[kept]
-        label_P = label_P[kept]
-        score_P = score_P[kept]
+        is_kept = ~np.isin(pairs, exclude.pairs(num_labels))
+        query_P = query_P[is_kept]
+        label_P = label_P[is_kept]
+        score_P = score_P[is_kept]
     return TopLabels.from_pairs(query_P, label_P, score_P, len(rows), min(k, num_labels))

@@ -1,4 +1,4 @@
-"""Whether probabilities are right: calibration error, reliability, precision and coverage.
+"""Measures whether probabilities are right: calibration error, precision and coverage.
 
     ECE@k        expected calibration error of the first k answers: they are sorted into BINS bins of
                  equal width by probability; the distances between mean probability and precision
@@ -39,15 +39,16 @@ class Reliability:
         self._hits: list[BoolArray] = []
 
     def update(self, top: TopLabels, truth: Ragged) -> None:
-        """Adds a chunk of queries; answers without probabilities are passed over."""
+        """Adds a chunk of queries; answers without probabilities are skipped."""
         rows = np.flatnonzero(truth.lengths > 0)
         if top.probabilities is None or not len(rows):
             return
         ids_BK = top.ids[rows, :_WIDTH]
         probability_BK = top.probabilities[rows, :_WIDTH]
         is_hit_BK = relevant(ids_BK, truth.take(rows), self._num_labels)
-        # A missing answer is in no bin.
-        self._probabilities.append(np.where(ids_BK >= 0, probability_BK, np.nan))
+        # A missing answer gets NaN, so that it is in no bin.
+        probability_BK = np.where(ids_BK >= 0, probability_BK, np.nan)
+        self._probabilities.append(probability_BK)
         self._hits.append(is_hit_BK)
 
     def result(self) -> dict[str, Any] | None:
@@ -60,11 +61,9 @@ class Reliability:
         for k in ECE_CUTOFFS:
             bins = _bins(probability_QK[:, :k], is_hit_QK[:, :k])
             errors[f"ECE@{k}"] = _calibration_error(bins)
-        return {
-            **errors,
-            "bins": _bins(probability_QK[:, :DIAGRAM_CUTOFF], is_hit_QK[:, :DIAGRAM_CUTOFF]),
-            "thresholds": [_at_threshold(level, probability_QK, is_hit_QK) for level in THRESHOLDS],
-        }
+        diagram = _bins(probability_QK[:, :DIAGRAM_CUTOFF], is_hit_QK[:, :DIAGRAM_CUTOFF])
+        thresholds = [_at_threshold(level, probability_QK, is_hit_QK) for level in THRESHOLDS]
+        return {**errors, "bins": diagram, "thresholds": thresholds}
 
 
 def _bins(probability_QK: Float64Array, is_hit_QK: BoolArray) -> list[dict[str, Any]]:
@@ -72,11 +71,12 @@ def _bins(probability_QK: Float64Array, is_hit_QK: BoolArray) -> list[dict[str, 
     is_answer = np.isfinite(probability_QK)
     probabilities = probability_QK[is_answer]
     is_hit = is_hit_QK[is_answer]
+    bin_numbers = (probabilities * BINS).astype(np.int64)
     # A probability of 1 belongs to the last bin.
-    numbers = np.minimum((probabilities * BINS).astype(np.int64), BINS - 1)
-    answers = np.bincount(numbers, minlength=BINS)
-    sums = np.bincount(numbers, probabilities, BINS)
-    num_hits = np.bincount(numbers, is_hit, BINS)
+    bin_numbers = np.minimum(bin_numbers, BINS - 1)
+    answers = np.bincount(bin_numbers, minlength=BINS)
+    sums = np.bincount(bin_numbers, weights=probabilities, minlength=BINS)
+    num_hits = np.bincount(bin_numbers, weights=is_hit, minlength=BINS)
     bins = []
     for number in np.flatnonzero(answers).tolist():
         count = int(answers[number])
@@ -93,18 +93,20 @@ def _bins(probability_QK: Float64Array, is_hit_QK: BoolArray) -> list[dict[str, 
 
 
 def _calibration_error(bins: list[dict[str, Any]]) -> float:
-    error = 0.0
+    """Distance between probability and precision, averaged over the answers."""
+    error_sum = 0.0
     answers = 0
     for row in bins:
-        error += row["answers"] * abs(row["probability"] - row["precision"])
+        distance = abs(row["probability"] - row["precision"])
+        error_sum += row["answers"] * distance
         answers += row["answers"]
-    return error / max(answers, 1)
+    return error_sum / max(answers, 1)
 
 
 def _at_threshold(
     level: float, probability_QK: Float64Array, is_hit_QK: BoolArray
 ) -> dict[str, Any]:
-    """What `min_probability` = `level` lets through of the first answers."""
+    """Precision and coverage of the answers that are at least as probable as `level`."""
     # A missing answer has the probability NaN and does not pass, because comparisons with NaN are
     # false.
     passes_QK = probability_QK >= level

@@ -33,8 +33,8 @@ class Figure:
 
     Attributes:
         name: name of the metric.
-        value: percent.
-        interval: the ends of its bootstrap interval, or empty.
+        value: its value in percent.
+        interval: the ends of its bootstrap interval; empty without one.
     """
 
     name: str
@@ -66,21 +66,19 @@ def write_report(
         StorageError: the disk is full or the folder is read-only.
     """
     measured = metrics or {}
-    training_charts = _training_charts(steps)
     label_charts = [
         _segment_chart(measured.get("segments") or ()),
         _decile_chart(measured.get("deciles") or ()),
     ]
-    probability_charts = _probability_charts(measured.get("calibration") or {})
     page = render(
         "run_report.html.j2",
         title=title,
         subtitle=_subtitle(steps, measured),
         tiles=[_figure(measured, name, 1) for name in TILES if name in measured],
-        # A chart without values is empty text and is left out.
-        training_charts=list(filter(None, training_charts)),
-        label_charts=list(filter(None, label_charts)),
-        probability_charts=probability_charts,
+        # A chart without values is an empty text and is left out.
+        training_charts=[chart for chart in _training_charts(steps) if chart],
+        label_charts=[chart for chart in label_charts if chart],
+        probability_charts=_probability_charts(measured.get("calibration") or {}),
         metric_rows=_metric_rows(measured),
         propensity_note=propensity_note(measured),
         facts=facts,
@@ -102,15 +100,16 @@ def _subtitle(steps: Sequence[Record], metrics: Mapping[str, Any]) -> str:
 
 
 def _figure(metrics: Mapping[str, Any], name: str, digits: int) -> Figure:
+    value = percent(metrics[name], digits)
     intervals = metrics.get("intervals") or {}
-    # A metric without an interval has no ends, and so an empty text.
+    # Without an interval there are no ends, and the joined text is empty.
     ends = [percent(end, digits) for end in intervals.get(name, ())]
-    return Figure(name, percent(metrics[name], digits), " to ".join(ends))
+    return Figure(name, value, " to ".join(ends))
 
 
 def _series(steps: Sequence[Record], key: str, scale: float = 1.0) -> Series:
     """The values of a key by step; empty if no record has it."""
-    # By step, because a resumed run repeats steps: the newest value replaces the older ones.
+    # A resumed run repeats steps, so the newest value of a step replaces older ones.
     value_by_step: dict[float, float] = {}
     for record in steps:
         step = record.get("step")
@@ -174,37 +173,46 @@ def _decile_chart(deciles: Sequence[Record]) -> Markup:
 
 
 def _probability_charts(calibration: Record) -> list[Markup]:
-    """The reliability diagram, and what a least probability lets through; none without any."""
+    """Charts of the probabilities; none if the answers have no probabilities."""
     if not calibration:
         return []
-    bins = calibration["bins"]
-    expected = np.array([row["probability"] for row in bins])
-    precision = np.array([row["precision"] for row in bins])
     error = percent(calibration[f"ECE@{DIAGRAM_CUTOFF}"], 1)
-    thresholds = calibration["thresholds"]
-    levels = np.array([row["min_probability"] for row in thresholds])
-    passing = {name: np.array(_percents(thresholds, name)) for name in ("precision", "coverage")}
     return [
-        line_chart(
-            f"Reliability of the first {DIAGRAM_CUTOFF} answers, ECE {error} %",
-            [
-                Series("precision", expected, 100 * precision),
-                Series("probability", expected, 100 * expected),
-            ],
-            y_title="percent",
-            x_title="probability",
-        ),
-        line_chart(
-            "What min_probability lets through",
-            [Series(name, levels, values) for name, values in passing.items()],
-            y_title="percent",
-            x_title="min_probability",
-        ),
+        _reliability_diagram(calibration["bins"], error),
+        _threshold_chart(calibration["thresholds"]),
     ]
 
 
+def _reliability_diagram(bins: Sequence[Record], error: str) -> Markup:
+    """Precision by probability; the closer to the diagonal, the better."""
+    probability = np.array([row["probability"] for row in bins])
+    precision = np.array([row["precision"] for row in bins])
+    return line_chart(
+        f"Reliability of the first {DIAGRAM_CUTOFF} answers, ECE {error} %",
+        [
+            Series("precision", probability, 100 * precision),
+            Series("probability", probability, 100 * probability),
+        ],
+        y_title="percent",
+        x_title="probability",
+    )
+
+
+def _threshold_chart(thresholds: Sequence[Record]) -> Markup:
+    """Precision and coverage of the answers above each probability."""
+    levels = np.array([row["min_probability"] for row in thresholds])
+    precision = np.array(_percents(thresholds, "precision"))
+    coverage = np.array(_percents(thresholds, "coverage"))
+    return line_chart(
+        "What min_probability lets through",
+        [Series("precision", levels, precision), Series("coverage", levels, coverage)],
+        y_title="percent",
+        x_title="min_probability",
+    )
+
+
 def _percents(rows: Sequence[Record], key: str) -> list[float]:
-    """Percent of a key in each row, not a number where a row has no value."""
+    """Percent of a key in each row; NaN if a row has no value."""
     percents = []
     for row in rows:
         share = row.get(key)
@@ -217,7 +225,7 @@ def _three_digits(value: float) -> str:
 
 
 def _dotted(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings by the dotted names that `--set` takes."""
+    """Settings as texts, by the dotted names that `--set` accepts."""
     texts: dict[str, str] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"

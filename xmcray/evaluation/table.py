@@ -1,4 +1,4 @@
-"""Evaluations as tables for the console, from metrics.json alone, so stored results print alike."""
+"""Prints evaluations as tables. They read metrics.json alone, so stored results look the same."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def metrics_table(runs: Mapping[str, StoredMetrics]) -> Table:
     """One row per metric, one column per run.
 
     Args:
-        runs: metrics.json by the run's name; the first is the one measured, others are baselines.
-            Intervals are printed for runs that have them.
+        runs: content of metrics.json by the run's name. The first run was measured, the others are
+            baselines. Intervals are printed for runs that have them.
     """
     table = _table("Metrics, in percent", "metric", *runs)
     for metric in metric_names(*runs.values()):
         cells = [_with_interval(run, metric) for run in runs.values()]
         table.add_row(Text(metric), *cells)
-    # Runs of other people may use other constants; then their PSP is another number.
+    # Published results may use other constants, and then their PSP is another number.
     constants = [_psp_constants(run) for run in runs.values()]
     table.add_row("A, B of PSP", *constants)
-    # The first run that counts its queries is the one measured.
+    # The first run that has a number of queries is the measured one.
     counting_runs = [run for run in runs.values() if "queries" in run]
     if counting_runs:
         # Short lines: a caption wraps at the width of its table, which may be narrow.
@@ -52,7 +52,7 @@ def _psp_constants(run: StoredMetrics) -> str:
 
 
 def num_queries(run: StoredMetrics, what: str) -> str:
-    """How many queries counted and were left out, such as "90 queries, 2 left out"."""
+    """How many queries counted and how many were left out, such as "90 queries, 2 left out"."""
     counted = f"{run['queries']:,} {what}"
     if run.get("left_out"):
         counted += f", {run['left_out']:,} left out"
@@ -60,7 +60,7 @@ def num_queries(run: StoredMetrics, what: str) -> str:
 
 
 def propensity_note(run: StoredMetrics) -> str:
-    """The constants every PSP must be read with."""
+    """The propensity constants, without which a PSP says nothing."""
     if "A" not in run or "B" not in run:
         return "PSP constants not recorded"
     return f"PSP with A = {run['A']:g}, B = {run['B']:g}"
@@ -70,7 +70,7 @@ _GROUP_COLUMNS = ("training queries", "labels", "positives", "P@5 share", "recal
 
 
 def segment_table(run: StoredMetrics) -> Table:
-    """Head, torso and tail: what labels of each training frequency hold and contribute."""
+    """Size and contribution of head, torso and tail labels."""
     title = "Labels by training frequency, in percent"
     table = _table(title, "segment", *_GROUP_COLUMNS, "macro-F1@5")
     for row in run.get("segments") or ():
@@ -98,7 +98,7 @@ def decile_table(run: StoredMetrics) -> Table:
 
 def index_table(run: StoredMetrics) -> Table:
     """How much of the exact answer the index returns: the index's error, not the model's."""
-    # A copy: taking the number of queries out must leave the stored metrics as they are.
+    # A copy, because `pop` must not change the stored metrics.
     recall = dict(run.get("index_recall") or {})
     sample = int(recall.pop("queries", 0))
     title = f"Index against exact search on {sample:,} queries"
@@ -109,7 +109,7 @@ def index_table(run: StoredMetrics) -> Table:
 
 
 def calibration_table(run: StoredMetrics) -> Table:
-    """How right probabilities are, and what a least probability lets through."""
+    """Calibration errors, and precision and coverage above each probability."""
     calibration = run["calibration"]
     errors = []
     for name, value in calibration.items():
@@ -124,14 +124,15 @@ def calibration_table(run: StoredMetrics) -> Table:
 
 
 def slice_table(run: StoredMetrics) -> Table:
-    """What queries with each value of an attribute reach."""
+    """Main metrics of the queries with each value of an attribute."""
     metrics = ("P@1", "P@5", "PSP@5", "R@100")
     table = _table("Slices of the queries, in percent", "attribute", "value", "queries", *metrics)
     for row in run["slices"]:
         value = "-" if row["value"] is None else str(row["value"])
         num_queries = f"{row['queries']:,}"
         cells = [_with_interval(row, metric) for metric in metrics]
-        table.add_row(Text(row["attribute"]), Text(value), num_queries, *cells)
+        attribute = Text(row["attribute"])
+        table.add_row(attribute, Text(value), num_queries, *cells)
     return table
 
 
@@ -146,7 +147,7 @@ def comparison_table(
         rows: one per metric.
         a: name of the first run.
         b: name of the second run.
-        num_comparisons: for how many comparisons the p-values are corrected.
+        num_comparisons: number of comparisons that the p-values are corrected for.
     """
     test = "p (sign flip)"
     if num_comparisons > 1:
@@ -179,11 +180,11 @@ def parts_table(
     """The parts of a fused bundle, and what the answers lose without each of them.
 
     Args:
-        tests: name, weight, metrics without the part and p-value of each part; a part of weight 0
-            was left out.
+        tests: name, weight, metrics without the part and p-value of each part. A part with weight
+            0 was left out.
         fused: metrics of the fused answers.
-        alone: metrics of single parts by their names.
-        num_queries: held-out queries on which all of this was measured.
+        alone: metrics of each part alone, by its name.
+        num_queries: number of held-out queries on which all metrics were measured.
     """
     title = f"{num_queries:,} held-out queries"
     metric_columns = [f"{name} %" for name in fused]
@@ -217,7 +218,7 @@ def answer_table(query: str, answers: Sequence[tuple[float, str, str]]) -> Table
     )
     table.add_column(justify="right")
     for score, uid, text in answers:
-        # Many corpora name a label by its text; once is enough.
+        # In many corpora the uid of a label is its text, which then is printed once.
         shown = "" if text == uid else printable(text)
         text_cell = Text(shown, overflow="ellipsis", no_wrap=True)
         table.add_row(f"{score:.2f}", Text(printable(uid)), text_cell)
@@ -242,9 +243,9 @@ def metric_names(*runs: StoredMetrics) -> list[str]:
     """The metrics that some run has: main, graded, coverage, and macro-F1 of each segment."""
     stored_names = set().union(*runs)
     graded = [f"graded nDCG@{k}" for k in CUTOFFS]
-    of_queries = [name for name in (*MAIN_METRICS, *graded) if name in stored_names]
-    of_labels = [name for name in stored_names if name.startswith(("coverage", "macroF1"))]
-    return of_queries + sorted(of_labels)
+    query_metrics = [name for name in (*MAIN_METRICS, *graded) if name in stored_names]
+    label_metrics = [name for name in stored_names if name.startswith(("coverage", "macroF1"))]
+    return query_metrics + sorted(label_metrics)
 
 
 def _with_interval(run: StoredMetrics, metric: str) -> str:
@@ -259,7 +260,7 @@ def _with_interval(run: StoredMetrics, metric: str) -> str:
 
 
 def _group_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a group of labels holds and contributes."""
+    """Cells with the size and the contribution of a group of labels."""
     return (
         f"{row['labels']:,}",
         f"{row['positives']:,}",
