@@ -1,6 +1,6 @@
-"""Any frozen dataclass from YAML, with overrides by dotted name.
+"""Builds frozen dataclasses from YAML, with overrides by dotted name.
 
-This module knows no section of any configuration itself.
+This module knows no particular section of a configuration.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ METHODS_GROUP = "xmcray.methods"  # entry points of methods in other packages (m
 
 
 def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """An instance of the frozen dataclass `kind` with `values` in place of its defaults.
+    """Makes an instance of the frozen dataclass `kind`, with `values` in place of its defaults.
 
     A settings class lists former names of its fields in a class attribute `RENAMED`: old name ->
     new name. Fields that have left the section are in `MOVED`: old name -> new dotted name.
 
     Args:
-        values: by field name; the value of a section is a mapping again.
+        values: values by field name; the value of a section is a mapping.
         where: prefix of names in messages, such as "optim.".
     Raises:
         ConfigError: an unknown key (names the nearest), a missing one, or a value of another type.
@@ -42,10 +42,7 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     # Annotations are texts in modules that postpone them; this resolves them to types.
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(cast(Any, kind))}
-    # A renamed field stays in its section, a moved one has a full dotted name.
-    renamed = getattr(kind, "RENAMED", {})
-    new_names = {old_name: where + new_name for old_name, new_name in renamed.items()}
-    new_names.update(getattr(kind, "MOVED", {}))
+    new_names = _new_names(kind, where)
     arguments: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{where}{key}"
@@ -58,16 +55,30 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
             value = _over_default(fields[key], value)
         arguments[key] = _convert(hints[key], value, name)
     for name, field in fields.items():
-        # A default can also come from a factory, as for a section.
-        has_value = field.default is not dataclasses.MISSING
-        has_factory = field.default_factory is not dataclasses.MISSING
-        if name not in arguments and not has_value and not has_factory:
+        if name not in arguments and not _has_default(field):
             raise ConfigError(f"setting {where + name!r} is required and was not given")
     return kind(**arguments)
 
 
+def _new_names(kind: type[Any], where: str) -> dict[str, str]:
+    """Dotted names that fields of a settings class have now, by their former names in its section."""
+    new_names = {}
+    for old_name, new_name in getattr(kind, "RENAMED", {}).items():
+        # A renamed field stays in its section. A moved one has a full dotted name.
+        new_names[old_name] = f"{where}{new_name}"
+    new_names.update(getattr(kind, "MOVED", {}))
+    return new_names
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    """Whether a field may be left out. The default of a section comes from a factory."""
+    has_value = field.default is not dataclasses.MISSING
+    has_factory = field.default_factory is not dataclasses.MISSING
+    return has_value or has_factory
+
+
 def _over_default(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values of a section over those that its owner gives it by default."""
+    """The values of a section, in place of those that the default of its field has."""
     if field.default_factory is dataclasses.MISSING:
         return values
     default = field.default_factory()
@@ -77,7 +88,7 @@ def _over_default(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> M
 
 
 def merge(base: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`base` with overrides such as "optim.epochs=3"; values are read as YAML.
+    """Applies overrides such as "optim.epochs=3" to a copy of `base`; values are read as YAML.
 
     Raises:
         ConfigError: an override without "=", or a section where a value was expected.
@@ -99,7 +110,7 @@ def merge(base: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def put(settings: dict[str, Any], name: str, value: Any) -> None:
-    """Sets a value by its dotted name. Sections that are missing are made.
+    """Sets a value by its dotted name. Missing sections are created.
 
     Raises:
         ConfigError: a part of the name is a value.
@@ -118,8 +129,7 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     merged = copy.deepcopy(dict(base))
     for key, value in top.items():
         section = merged.get(key)
-        # Only two sections are merged. A value replaces whatever the base has, and so does a
-        # section that the base has no section for.
+        # Two sections are merged. In all other cases the value of `top` replaces that of `base`.
         if isinstance(section, dict) and isinstance(value, Mapping):
             merged[key] = overlay(section, value)
         else:
@@ -128,9 +138,9 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_yaml(source: str) -> dict[str, Any]:
-    """Settings from a file, a preset ("preset:METHOD/DATASET"), or a space ("space:NAME").
+    """Reads settings from a file, a preset ("preset:METHOD/DATASET"), or a space ("space:NAME").
 
-    Those of a preset say for which method they are.
+    The settings of a preset include `method_name`.
 
     Raises:
         ConfigError: no such file, preset or space (names the nearest), or not a YAML mapping.
@@ -140,17 +150,7 @@ def load_yaml(source: str) -> dict[str, Any]:
     elif source.startswith("space:"):
         text = _text_of("space", source, _space_files())
     else:
-        try:
-            text = Path(source).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise ConfigError(
-                f"file {source} does not exist, expected a YAML file; {_advice(source)}"
-            ) from None
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else one_line(error)
-            raise ConfigError(
-                f"file {source} cannot be read ({reason}), expected a YAML file; check it"
-            ) from None
+        text = _text_of_file(source)
     try:
         values = yaml.safe_load(text)
     # PyYAML raises other errors for some values, such as a date that does not exist.
@@ -162,10 +162,26 @@ def load_yaml(source: str) -> dict[str, Any]:
         kind = type(values).__name__
         raise ConfigError(f"{source} holds a {kind}, expected a mapping of settings")
     if source.startswith("preset:"):
-        # With it, a training of another method refuses the preset as such, and not one of its settings.
+        # With this name, a training of another method refuses the preset as a whole. Without it, the
+        # message would be about one of the settings.
         method, _, _ = source.removeprefix("preset:").partition("/")
         return {"method_name": method, **values}
     return values
+
+
+def _text_of_file(source: str) -> str:
+    """The content of a file that the user named."""
+    try:
+        return Path(source).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"file {source} does not exist, expected a YAML file; {_advice(source)}"
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else one_line(error)
+        raise ConfigError(
+            f"file {source} cannot be read ({reason}), expected a YAML file; check it"
+        ) from None
 
 
 def _advice(source: str) -> str:
@@ -191,7 +207,7 @@ def method_points() -> metadata.EntryPoints:
 
 @functools.lru_cache(maxsize=1)
 def _points_on(_path: tuple[str, ...]) -> metadata.EntryPoints:
-    """Kept for a path, because it takes a look at a file of every installed package."""
+    """Entry points by the import path, cached: reading them opens a file of every package."""
     return metadata.entry_points(group=METHODS_GROUP)
 
 
@@ -235,14 +251,14 @@ def _yaml_files(folder: Traversable) -> dict[str, Traversable]:
 
 
 def _entries(folder: Traversable) -> list[Traversable]:
-    """What a folder holds; nothing if it is a file or does not exist."""
+    """The entries of a folder; none if it is a file or does not exist."""
     if not folder.is_dir():
         return []
     return list(folder.iterdir())
 
 
 def dump(config: Any) -> dict[str, Any]:
-    """A dataclass as plain YAML values; `build` reads it back to an equal object."""
+    """Turns a dataclass into plain YAML values, from which `build` makes an equal object."""
     return cast(dict[str, Any], _plain(dataclasses.asdict(config)))
 
 
@@ -291,12 +307,16 @@ def check_ranges(
     Args:
         settings: an instance of a settings class.
         section: dotted name of the section, for messages; "" leaves it out.
-        bounds: by name of the field, its lowest value, or its lowest and its highest one.
+        bounds: the lowest value, or the lowest and the highest one, by name of the field.
     """
     prefix = f"{section}." if section else ""
     for name, bound in bounds.items():
-        low, high = bound if isinstance(bound, tuple) else (bound, None)
-        check_range(f"{prefix}{name}", getattr(settings, name), low, high)
+        value = getattr(settings, name)
+        if isinstance(bound, tuple):
+            low, high = bound
+            check_range(f"{prefix}{name}", value, low, high)
+        else:
+            check_range(f"{prefix}{name}", value, low=bound)
 
 
 def check_decay(rate_name: str, lr: float, decay_name: str, weight_decay: float) -> None:
@@ -340,7 +360,7 @@ def differences(
     now: Mapping[str, Any],
     where: str = "",
 ) -> Iterator[str]:
-    """What distinguishes two configurations, such as "optim.epochs = 3, now 5"."""
+    """Yields the differences of two configurations, such as "optim.epochs = 3, now 5"."""
     # Keys of either side, so that a setting that only one of them has is a difference too.
     for key in sorted({*before, *now}):
         old = before.get(key)
@@ -352,7 +372,7 @@ def differences(
 
 
 def _convert(hint: Any, value: Any, name: str) -> Any:
-    """`value` as the annotated type `hint`.
+    """Converts `value` to the annotated type `hint`.
 
     YAML reads 1e-4 as a string and 3 as an integer; both may stand for a float.
 
@@ -377,14 +397,9 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         # One item needs no brackets.
         items = value if isinstance(value, list | tuple) else [value]
         return tuple(_convert(inner[0], item, name) for item in items)
-    is_mapping = isinstance(origin, type) and issubclass(origin, Mapping)
-    if is_mapping and isinstance(value, Mapping):
-        key_hint, item_hint = inner
-        converted = {}
-        for key, item in value.items():
-            converted_key = _convert(key_hint, key, name)
-            converted[converted_key] = _convert(item_hint, item, f"{name}.{key}")
-        return converted
+    is_mapping_hint = isinstance(origin, type) and issubclass(origin, Mapping)
+    if is_mapping_hint and isinstance(value, Mapping):
+        return _convert_mapping(inner, value, name)
     if hint in (int, float):
         return _convert_number(hint, value, name)
     if origin is None and isinstance(value, hint):
@@ -393,8 +408,18 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     raise ConfigError(f"{name} is {value!r}, expected {expected}")
 
 
+def _convert_mapping(hints: tuple[Any, ...], value: Mapping[Any, Any], name: str) -> dict[Any, Any]:
+    """Converts keys and values to the two types of a mapping."""
+    key_hint, item_hint = hints
+    converted = {}
+    for key, item in value.items():
+        converted_key = _convert(key_hint, key, name)
+        converted[converted_key] = _convert(item_hint, item, f"{name}.{key}")
+    return converted
+
+
 def _convert_number(hint: type[int] | type[float], value: Any, name: str) -> int | float:
-    """`value` as an integer or a float."""
+    """Converts `value` to an integer or a float."""
     # bool is a subclass of int in Python, but `true` is no number for a user.
     if isinstance(value, bool) or (hint is int and not isinstance(value, int)):
         raise ConfigError(f"{name} is {value!r}, expected {hint.__name__}")
@@ -403,21 +428,22 @@ def _convert_number(hint: type[int] | type[float], value: Any, name: str) -> int
             return float(value)
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"{name} is {value!r}, expected a number") from None
-    # Larger ones than 64 bits overflow in libraries.
+    # Integers of more than 64 bits overflow in libraries.
     if abs(value) > MAX_INT:
         raise ConfigError(f"{name} is an integer beyond 64 bits, expected a smaller one")
     return int(value)
 
 
 def _convert_union(hint: Any, value: Any, name: str) -> Any:
-    """`value` as the first type of the union that it fits."""
+    """Converts `value` to the first type of the union that it fits."""
     options = list(typing.get_args(hint))
     if type(None) in options:
         if value is None:
             return None
         options.remove(type(None))
     if len(options) == 1:
-        return _convert(options[0], value, name)  # its message says more than that of the union
+        # The message about one type says more than that about a union.
+        return _convert(options[0], value, name)
     for option in options:
         try:
             return _convert(option, value, name)
