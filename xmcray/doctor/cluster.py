@@ -34,7 +34,7 @@ class Node:
     Attributes:
         address: its IP address.
         head: whether it is the head.
-        resources: totals as Ray counts them, memory in bytes.
+        resources: totals of its resources as Ray counts them; memory in bytes.
     """
 
     address: str
@@ -47,10 +47,10 @@ class Cluster:
     """A cluster that answers.
 
     Attributes:
-        url: where it answers.
-        ray: its version of Ray; None if only its head was asked, which does not say it.
+        url: address at which it answers.
+        ray: its version of Ray; None if only its head was asked, which does not tell the version.
         open: whether it accepts clients without a token.
-        nodes: those that are alive.
+        nodes: nodes that are alive.
     """
 
     url: str
@@ -67,8 +67,8 @@ def look_at(address: str, environment: Mapping[str, str], home: Path) -> Cluster
     """Asks a cluster for its nodes, with the token that Ray's own commands would send.
 
     Args:
-        address: of the dashboard (http://127.0.0.1:8265, where jobs are submitted), or of the head
-            (HOST:PORT).
+        address: address of the dashboard, where jobs are submitted (http://127.0.0.1:8265), or of
+            the head (HOST:PORT).
         environment: variables of this process.
         home: the user's home folder.
 
@@ -96,7 +96,7 @@ def look_at(address: str, environment: Mapping[str, str], home: Path) -> Cluster
 
 
 def findings(cluster: Cluster, gpus: int) -> Iterator[Finding]:
-    """What is good and bad about a cluster that answers.
+    """Checks a cluster that answers.
 
     Args:
         cluster: the cluster.
@@ -112,25 +112,12 @@ def findings(cluster: Cluster, gpus: int) -> Iterator[Finding]:
             f"{cluster.ray} there, {version_here} here",
             f"install ray=={cluster.ray} here, or {version_here} there",
         )
-    if cluster.open:
-        is_loopback = urlsplit(cluster.url).hostname in LOOPBACK
-        yield Finding(
-            "token",
-            "warning" if is_loopback else "error",
-            "the head requires none: anyone who can reach it can run code",
-            "start the head with RAY_AUTH_MODE=token and a token",
-        )
-    else:
-        yield Finding("token", "ok", "accepted")
+    yield _token_finding(cluster)
     if not cluster.nodes:
         remedy = "look at the head's log, or wait until it has started"
         yield Finding("nodes", "error", "none is alive", remedy)
     for node in cluster.nodes:
-        num_cpus = node.resources.get("CPU", 0)
-        num_gpus = node.resources.get("GPU", 0)
-        gib = node.resources.get("memory", 0) / 2**30
-        text = f"{node.address}: {num_cpus:g} CPUs, {num_gpus:g} GPUs, {gib:.1f} GiB"
-        yield Finding("head node" if node.head else "node", "ok", text)
+        yield _node_finding(node)
     if cluster.total("GPU") < gpus:
         yield Finding(
             "GPUs",
@@ -141,21 +128,45 @@ def findings(cluster: Cluster, gpus: int) -> Iterator[Finding]:
         )
 
 
+def _token_finding(cluster: Cluster) -> Finding:
+    """Whether the head requires a token."""
+    if not cluster.open:
+        return Finding("token", "ok", "accepted")
+    is_loopback = urlsplit(cluster.url).hostname in LOOPBACK
+    return Finding(
+        "token",
+        "warning" if is_loopback else "error",
+        "the head requires none: anyone who can reach it can run code",
+        "start the head with RAY_AUTH_MODE=token and a token",
+    )
+
+
+def _node_finding(node: Node) -> Finding:
+    """The resources of a node."""
+    num_cpus = node.resources.get("CPU", 0)
+    num_gpus = node.resources.get("GPU", 0)
+    gib = node.resources.get("memory", 0) / 2**30
+    text = f"{node.address}: {num_cpus:g} CPUs, {num_gpus:g} GPUs, {gib:.1f} GiB"
+    return Finding("head node" if node.head else "node", "ok", text)
+
+
 def _ask_dashboard(root: str, token: RayToken, environment: Mapping[str, str]) -> Cluster:
     secret = token.read(environment)
     version = _get(root, "/api/version", token, secret)
+    answer = _get(root, NODES, token, secret)
     nodes = []
-    for node in _get(root, NODES, token, secret)["data"]["result"]["result"]:
+    for node in answer["data"]["result"]["result"]:
         if node["state"] == "ALIVE":
             resources = node["resources_total"] or {}
             nodes.append(Node(node["node_ip"], bool(node["is_head_node"]), resources))
-    # An answer without a token shows that none is needed; with one, a second request has to show it.
+    # If no token was sent, the answer itself shows that none is needed. Otherwise a second request
+    # without the token finds out.
     is_open = secret is None or _answers_without_token(root)
     return Cluster(root, version["ray_version"], is_open, tuple(nodes))
 
 
 def _get(root: str, path: str, token: RayToken, secret: str | None) -> Any:
-    """JSON from the dashboard."""
+    """Gets JSON from the dashboard."""
     headers = {"Authorization": f"Bearer {secret}"} if secret else {}
     request = urllib.request.Request(root + path, headers=headers)
     try:
@@ -191,7 +202,7 @@ def _ask_head(
     environment: Mapping[str, str],
 ) -> Cluster:
     """Asks the head itself, in another process, because Ray aborts a process without a token."""
-    # Ray itself tries for long before it says that nothing answers.
+    # Ray itself would try for a long time before it says that nothing answers.
     try:
         socket.create_connection(host_and_port, timeout=TIMEOUT_S).close()
     except OSError as error:
@@ -210,7 +221,7 @@ def _ask_head(
         raise ResourceError(
             f"{address} accepts connections, but does not answer as a Ray head; check the port"
         ) from None
-    # The process aborts inside Ray's C++ code, so its stderr is all that is left of the reason.
+    # The process aborts inside Ray's C++ code, so only its stderr tells the reason.
     if "InvalidAuthToken" in process.stderr:
         raise _refusal(address, token)
     try:

@@ -1,4 +1,4 @@
-"""Whether others may run code here: Ray's token, files with tokens, ports that are reachable."""
+"""Checks whether others can run code here: Ray's token, files with tokens, reachable ports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from xmcray.doctor.finding import Finding
 from xmcray.doctor.sockets import Listener
 
-# What occurs in the command lines of Ray's processes and of ours.
+# Words in the command lines of Ray's processes and of ours.
 OUR_PROCESSES = (
     "raylet",
     "gcs_server",
@@ -28,7 +28,7 @@ MAX_LISTED = 4  # open ports that are named one by one
 
 @dataclass(frozen=True, slots=True)
 class RayToken:
-    """How programs of this shell prove to Ray who they are.
+    """The token with which programs of this shell authenticate to Ray.
 
     Attributes:
         mode: RAY_AUTH_MODE in lower case; empty if it is not set.
@@ -40,7 +40,7 @@ class RayToken:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], home: Path) -> RayToken:
-        """Looks where Ray looks: at two variables, then at a file in the home folder."""
+        """Looks where Ray looks: in two variables, then in a file of the home folder."""
         mode = environment.get("RAY_AUTH_MODE", "").lower()
         if environment.get("RAY_AUTH_TOKEN"):
             return cls(mode, "RAY_AUTH_TOKEN")
@@ -59,10 +59,10 @@ class RayToken:
 
 
 def token_mode(environment: Mapping[str, str], home: Path) -> Iterator[Finding]:
-    """Whether programs of this shell prove to Ray who they are."""
+    """Checks whether programs of this shell send a token to Ray."""
     token = RayToken.of(environment, home)
     if token.mode == "disabled":
-        return  # software.switches says what that means
+        return  # software.switches warns of it
     if token.mode == "token" and token.source is None:
         yield Finding(
             "Ray token",
@@ -86,12 +86,12 @@ def token_mode(environment: Mapping[str, str], home: Path) -> Iterator[Finding]:
 
 
 def file_modes(environment: Mapping[str, str], home: Path, folder: Path) -> Iterator[Finding]:
-    """Files with tokens that other users can read.
+    """Checks whether other users can read files with tokens.
 
     Args:
         environment: variables of this process.
         home: the user's home folder.
-        folder: where a server would keep its state.
+        folder: folder in which a server would keep its state.
     """
     paths = [home / ".ray" / "auth_token"]
     paths += [folder / name for name in SERVER_TOKENS]
@@ -109,7 +109,7 @@ def file_modes(environment: Mapping[str, str], home: Path, folder: Path) -> Iter
 
 
 def open_ports(listening: Sequence[Listener]) -> Iterator[Finding]:
-    """Ports of Ray and of our servers that other machines can reach."""
+    """Lists ports of Ray and of our servers that other machines can reach."""
     num_ours = 0
     num_dashboards = 0
     other_ports = []
@@ -133,10 +133,12 @@ def open_ports(listening: Sequence[Listener]) -> Iterator[Finding]:
     if other_ports:
         ports = ", ".join(other_ports[:MAX_LISTED])
         num_more = len(other_ports) - MAX_LISTED
+        if num_more > 0:
+            ports = f"{ports} and {num_more} more"
         yield Finding(
             "open ports",
             "warning",
-            f"{ports} and {num_more} more" if num_more > 0 else ports,
+            ports,
             "let only the cluster's own nodes reach them; for one machine alone start Ray with"
             " --node-ip-address=127.0.0.1 and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"
             " in its environment",

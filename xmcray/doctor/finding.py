@@ -30,8 +30,10 @@ class Finding:
 
 
 def worst(findings: list[Finding]) -> str:
-    """The errors as one line; empty if there is none."""
+    """The first error and the number of others as one line; empty if there is none."""
     errors = [str(finding) for finding in findings if finding.level == "error"]
+    if not errors:
+        return ""
     if len(errors) > 1:
         return f"{errors[0]} (and {len(errors) - 1} more)"
-    return "".join(errors)
+    return errors[0]

@@ -1,4 +1,4 @@
-"""All checks of a machine, and all of a cluster."""
+"""Runs all checks of a machine, and all of a cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xmcray.doctor.finding import Finding
 
 
 def of_machine() -> list[Finding]:
-    """Everything about this machine."""
+    """Checks this machine."""
     environment = os.environ
     home = Path.home()
     memory = psutil.virtual_memory()
@@ -34,6 +34,6 @@ def of_machine() -> list[Finding]:
 
 
 def of_cluster(address: str, gpus: int) -> list[Finding]:
-    """A cluster that answers; raises ResourceError if none does."""
+    """Checks a cluster; raises ResourceError if it does not answer."""
     cluster = look_at(address, os.environ, Path.home())
     return list(findings(cluster, gpus))

@@ -1,4 +1,4 @@
-"""Cores, threads, memory, shared memory, disk and GPUs."""
+"""Checks cores, threads, memory, shared memory, disk and GPUs."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ MIN_MAPPINGS = 65_530  # the default of Linux
 def cores(
     environment: Mapping[str, str], cgroup: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[Finding]:
-    """Cores that this process may use, and threads per process.
+    """Checks the cores that this process may use, and the threads per process.
 
     Args:
         environment: variables of this process.
-        cgroup: where the limits of a container are.
+        cgroup: folder with the limits of a container.
     """
     # Libraries count the cores of the machine, even if a container or taskset allows fewer.
     visible = os.cpu_count() or 1
     allowed: float = len(os.sched_getaffinity(0))
-    allowed = min(allowed, _container_cores(cgroup) or allowed)
+    container_cores = _container_cores(cgroup)
+    if container_cores:
+        allowed = min(allowed, container_cores)
     if allowed < visible:
         yield Finding(
             "cores",
@@ -56,11 +58,11 @@ def cores(
 
 
 def memory(total_bytes: int, free_bytes: int) -> Finding:
-    """Memory of this machine.
+    """Checks the memory of this machine.
 
     Args:
-        total_bytes: all of it.
-        free_bytes: what programs can still take.
+        total_bytes: memory in all.
+        free_bytes: memory that programs can still take.
     """
     text = f"{free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB are free"
     if free_bytes < (1 - RAY_FULL) * total_bytes:
@@ -73,7 +75,7 @@ def memory(total_bytes: int, free_bytes: int) -> Finding:
 
 
 def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
-    """Shared memory, where Ray keeps its objects."""
+    """Checks shared memory, where Ray keeps its objects."""
     if not folder.is_dir():
         text = f"{folder} is missing: Ray keeps objects on disk"
         return Finding("shared memory", "warning", text, "mount it as tmpfs")
@@ -90,7 +92,7 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
 
 
 def disk(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Where runs are written, and where Ray keeps logs and spilled objects."""
+    """Checks the disks for runs, and for logs and spilled objects of Ray."""
     ray_folder = Path(environment.get("RAY_TMPDIR") or tempfile.gettempdir())
     yield _free_disk("disk of this folder", Path.cwd(), full_share=1.0)
     yield _free_disk("disk of Ray", ray_folder, full_share=RAY_FULL)
@@ -100,7 +102,7 @@ def disk(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _free_disk(check: str, folder: Path, full_share: float) -> Finding:
-    # Ray makes its folder when it starts; before that, the root decides.
+    # Ray creates its folder when it starts. Before that, the root is checked.
     usage = shutil.disk_usage(folder if folder.is_dir() else "/")
     text = f"{usage.free / GIB:.1f} GiB are free at {folder}"
     if usage.free < (1 - full_share) * usage.total:
@@ -113,7 +115,7 @@ def _free_disk(check: str, folder: Path, full_share: float) -> Finding:
 
 
 def limits() -> Finding:
-    """Files that a process may open; Ray opens many."""
+    """Checks how many files a process may open; Ray opens many."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"at most {limit}"
     if 0 <= limit < MIN_OPEN_FILES:  # unlimited is negative
@@ -122,10 +124,10 @@ def limits() -> Finding:
 
 
 def mappings(file: Path = Path("/proc/sys/vm/max_map_count")) -> Finding:
-    """Mapped files and memory areas that a process may have; corpora and bundles are mapped.
+    """Checks how many mapped files a process may have; corpora and bundles are mapped.
 
     Args:
-        file: where the system says so; other systems than Linux have none.
+        file: the file with the system's limit, which only Linux has.
     """
     try:
         limit = int(file.read_text())
@@ -141,7 +143,7 @@ def mappings(file: Path = Path("/proc/sys/vm/max_map_count")) -> Finding:
 
 
 def devices(nvidia: Path = Path("/proc/driver/nvidia/gpus")) -> Finding:
-    """GPUs that torch can use.
+    """Checks the GPUs that torch can use.
 
     Args:
         nvidia: folder with an entry for each GPU that the driver sees.
@@ -151,7 +153,8 @@ def devices(nvidia: Path = Path("/proc/driver/nvidia/gpus")) -> Finding:
     except ImportError as error:
         return Finding("GPU", "error", f"torch cannot be loaded ({error})", "install it again")
     if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        numbers = range(torch.cuda.device_count())
+        names = [torch.cuda.get_device_name(number) for number in numbers]
         return Finding("GPU", "ok", ", ".join(names))
     # torch sees none. The driver's own list tells a machine without GPUs from a wrong build.
     num_gpus = len(list(nvidia.glob("*")))
@@ -174,4 +177,6 @@ def _container_cores(cgroup: Path) -> float | None:
         quota, period = (cgroup / "cpu.max").read_text(encoding="utf-8").split()
     except (OSError, ValueError):
         return None
-    return int(quota) / int(period) if quota.isdigit() else None  # "max" is no limit
+    if not quota.isdigit():
+        return None  # "max" is no limit
+    return int(quota) / int(period)

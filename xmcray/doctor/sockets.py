@@ -16,9 +16,9 @@ class Listener:
     """One listening socket of one process.
 
     Attributes:
-        address: on which it listens, such as 127.0.0.1 or ::.
+        address: address on which it listens, such as 127.0.0.1 or ::.
         port: TCP port.
-        pid: of the process.
+        pid: id of the process.
         command: command line of the process.
     """
 
@@ -38,7 +38,7 @@ class Listener:
 
     @property
     def name(self) -> str:
-        """The process in a word or two."""
+        """A short name of the process."""
         words = self.command.split()
         if not words:
             return "?"

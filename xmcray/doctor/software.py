@@ -1,4 +1,4 @@
-"""Versions against the requirements of the package, and environment variables that do harm."""
+"""Compares versions with the requirements of the package, and finds harmful variables."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Switch:
     """An environment variable that does harm.
 
     Attributes:
-        values: harmful ones, in lower case.
-        level: how bad it is.
-        harm: what it does.
+        values: harmful values, in lower case.
+        level: level of the finding.
+        harm: what the variable does.
         do: the remedy.
     """
 
@@ -59,7 +59,7 @@ SWITCHES = {
 
 
 def versions() -> Iterator[Finding]:
-    """Python and every required package."""
+    """Checks the versions of Python and of every required package."""
     supported = str(importlib.metadata.metadata("xmcray")["Requires-Python"])
     python_version = platform.python_version()
     text = f"{python_version}, xmcray {__version__}"
@@ -74,7 +74,7 @@ def versions() -> Iterator[Finding]:
 
 
 def version(requirement: Requirement) -> Finding:
-    """Whether a package is installed in a version that we support."""
+    """Checks whether a package is installed in a version that we support."""
     name = requirement.name
     expected = f"expected {requirement.specifier}"
     version_here = installed(name)
@@ -86,7 +86,7 @@ def version(requirement: Requirement) -> Finding:
 
 
 def faiss() -> Finding:
-    """Whether exactly one of the two wheels that contain the module faiss is installed."""
+    """Checks whether exactly one of the two wheels with the module faiss is installed."""
     wheels = [name for name in FAISS if installed(name)]
     if not wheels:
         return Finding("faiss", "error", "missing", INSTALL)
@@ -106,7 +106,7 @@ def installed(name: str) -> str | None:
 
 
 def switches(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables that undo a protection, or break Ray in ways that are hard to see."""
+    """Finds variables that undo a protection, or break Ray in ways that are hard to see."""
     for name, switch in SWITCHES.items():
         value = environment.get(name, "")
         if value.lower() in switch.values:
