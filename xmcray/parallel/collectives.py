@@ -35,19 +35,19 @@ def rank() -> int:
 
 
 def set_time_limit(seconds: float) -> None:
-    """Sets after how many seconds an exchange fails from now on, in channels too."""
+    """Sets the seconds after which an exchange fails from now on, in channels too."""
     if num_ranks() == 1:
         return
     limit = timedelta(seconds=seconds)
-    # Torch has no public function for a group that exists. Checked with torch 2.13; without it, the
-    # limit with which the group began would have to do.
+    # Torch has no public function for an existing group. Checked with torch 2.13. If it breaks,
+    # leave it out: then the limit with which a group was created stays.
     distributed_c10d._set_pg_timeout(limit)
     for channel in _channels:
         distributed_c10d._set_pg_timeout(limit, channel.group)
 
 
 def is_first_of_node() -> bool:
-    """Returns whether this rank is the first of its node; each rank is if the node is not known."""
+    """Returns whether this rank is the first of its node; true if LOCAL_RANK is not set."""
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
@@ -107,7 +107,7 @@ def gather_equal(tensor: Tensor) -> Tensor:
     """Returns every rank's tensor as [ranks, ...]; collective.
 
     Args:
-        tensor: of the same shape on every rank, so that nothing is padded.
+        tensor: a tensor of the same shape on every rank, so that nothing is padded.
     """
     if num_ranks() == 1:
         return tensor.unsqueeze(0)
@@ -117,13 +117,13 @@ def gather_equal(tensor: Tensor) -> Tensor:
 
 
 def gather_placed(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Gathers the rows of some tensors of equal length without copying them once more; collective.
+    """Gathers the rows of some tensors of equal length without an extra copy; collective.
 
     Args:
         tensors: [rows, ...]; all of a rank's tensors have the same number of rows.
     Returns:
-        int64, the places of all ranks' rows in rank order, and for each tensor a buffer that has
-        its rows there.
+        int64, the places of all ranks' rows in rank order, and for each tensor a buffer with its
+        rows at these places.
     """
     num_rows = _row_counts(tensors[0])
     width = max(num_rows)
@@ -145,15 +145,19 @@ def gather_objects(value: T) -> list[T]:
         return [value]
     text = json.dumps(value).encode()
     # frombuffer wants writable memory, and the bytes of `encode` are read-only.
-    tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(_device())
-    return [json.loads(received.cpu().numpy().tobytes()) for received in gather_ragged(tensor)]
+    tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    values = []
+    for received in gather_ragged(tensor.to(_device())):
+        received_text = received.cpu().numpy().tobytes()
+        values.append(json.loads(received_text))
+    return values
 
 
 def broadcast_int(value: int) -> int:
     """Returns the `value` of rank 0 on every rank; collective.
 
     Args:
-        value: a 64-bit number; those of other ranks do not matter.
+        value: a 64-bit integer; the values of other ranks do not matter.
     """
     if num_ranks() == 1:
         return value
@@ -172,22 +176,21 @@ def broadcast(tensor: Tensor) -> Tensor:
 
 
 class Channel:
-    """Exchanges that run in the background, next to those of the functions of this module.
+    """Runs exchanges in the background, independently of the other functions of this module.
 
-    All ranks start them in the same order. That order and the order of the other exchanges are
-    independent of each other. Collective.
+    All ranks must start the exchanges of a channel in the same order. Collective.
     """
 
     def __init__(self) -> None:
         assert dist.group.WORLD is not None
-        # A rank that hangs has to be noticed here as soon as in other exchanges.
+        # With the time limit of the other exchanges, so that a rank that hangs is noticed as soon.
         options = dist.group.WORLD._get_backend(_device()).options
-        # The ranks of a plan, which exist on paper only, have no options.
+        # The simulated ranks of a plan have no options.
         self.group = dist.new_group(timeout=options._timeout if options else None)
         _channels.add(self)
 
     def start_sum(self, tensor: Tensor) -> dist.Work:
-        """Starts to sum a tensor over ranks in place; `wait` of the result ends when it is done."""
+        """Starts to sum a tensor over ranks in place; `wait()` of the result waits for the end."""
         return cast(dist.Work, dist.all_reduce(tensor, group=self.group, async_op=True))
 
 
@@ -223,7 +226,7 @@ class _GatherParts(torch.autograd.Function):
     def forward(ctx: Any, rows_UD: Tensor) -> Tensor:
         parts = gather_ragged(rows_UD)
         # The rows of lower ranks stand before this rank's rows.
-        start = sum(map(len, parts[: rank()]))
+        start = sum(len(part) for part in parts[: rank()])
         ctx.own = slice(start, start + len(rows_UD))
         return torch.cat(parts)
 

@@ -1,4 +1,4 @@
-"""Which rank owns which labels. This is the only place where such arithmetic is done."""
+"""Decides which rank owns which labels. This is the only place where such arithmetic is done."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LabelPartition:
 
     Attributes:
         num_labels: L.
-        num_ranks: ranks that share the labels.
+        num_ranks: number of ranks that share the labels.
         rank: the rank whose labels these are.
     """
 

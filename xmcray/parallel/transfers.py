@@ -1,4 +1,4 @@
-"""Copies from the host to the device that the host does not wait for."""
+"""Copies tensors from the host to the device without making the host wait."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Moves host tensors to a device, with one copy for all tensors of a type.
 
     Args:
-        tensors: On the host, of any shapes.
-        device: Where the results are.
+        tensors: Tensors on the host, of any shapes.
+        device: The device of the results.
 
     Returns:
-        The same tensors on the device, in the same order. On a CPU they are the tensors themselves.
+        The tensors on the device, in the same order. On a CPU these are the given tensors.
     """
     if device.type == "cpu":
         return list(tensors)
-    places_of: defaultdict[torch.dtype, list[int]] = defaultdict(list)
+    places_by_type: defaultdict[torch.dtype, list[int]] = defaultdict(list)
     for place, tensor in enumerate(tensors):
-        places_of[tensor.dtype].append(place)
+        places_by_type[tensor.dtype].append(place)
     results = list(tensors)
-    for places in places_of.values():
+    for places in places_by_type.values():
         flat = torch.cat([tensors[place].reshape(-1) for place in places])
         # The host waits for a copy from pageable memory. It does not for one from pinned memory,
         # which the allocator does not hand out again before the copy is done.
