@@ -124,7 +124,7 @@ def _candidate(
 
 
 def dotted(settings: Mapping[str, Any], prefix: str = "") -> Values:
-    """{"optim": {"lr": 0.1}} as {"optim.lr": 0.1}."""
+    """Turns {"optim": {"lr": 0.1}} into {"optim.lr": 0.1}."""
     values: Values = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):

@@ -12,6 +12,7 @@ end of a range and every choice must be a value that the setting accepts.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,9 +34,9 @@ class NumberRange:
     Attributes:
         low: lower bound.
         high: upper bound.
-        log: sampled uniformly in the logarithm.
-        whole: integers only.
-        step: values are low, low + step ... up to high; 0 for no grid (of integers: 1).
+        log: whether values are sampled uniformly in the logarithm.
+        whole: whether values are integers.
+        step: distance of the values low, low + step ... up to high; 0 for no grid.
     """
 
     low: float
@@ -58,7 +59,8 @@ class NumberRange:
 
     def _draw_log(self, generator: np.random.Generator) -> float | int:
         """Samples a value uniformly in the logarithm."""
-        # Half an integer more on either side, so that an end is as likely as its neighbour.
+        # An integer is rounded from half an integer on either side of it. With that much margin,
+        # the bounds are as likely as their neighbours.
         margin = 0.5 if self.whole else 0.0
         log_low = math.log(self.low - margin)
         log_high = math.log(self.high + margin)
@@ -76,7 +78,9 @@ class NumberRange:
     def on_grid(self, number: int) -> float | int:
         """A value of the grid, 0 to `num_steps`."""
         value = self.low + self.step * number
-        return round(value) if self.whole else round(value, 12)  # 0.7, not 0.7000000000000001
+        if self.whole:
+            return round(value)
+        return round(value, 12)  # 0.7, not 0.7000000000000001
 
     def nearest(self, value: Value) -> Value:
         """The value of the range that is nearest to a number."""
@@ -104,7 +108,7 @@ class NumberRange:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One of a list of values, each as likely."""
+    """One of a list of values, all equally likely."""
 
     values: tuple[Value, ...]
 
@@ -143,7 +147,7 @@ Distribution = NumberRange | Choice
 Space = Mapping[str, Distribution]  # by dotted name
 Check = Callable[[Values], object]  # raises ConfigError if settings do not accept these values
 
-# Names of ranges in a file, with (log, whole).
+# Kinds of ranges in a file: whether they are logarithmic, and whether they hold integers.
 RANGES = {
     "uniform": (False, False),
     "log_uniform": (True, False),
@@ -154,7 +158,7 @@ KINDS = (*RANGES, "choice")
 
 
 def parse_space(values: Mapping[str, Any], where: str) -> Space:
-    """A space from plain values.
+    """Reads a space from plain values.
 
     Args:
         values: distributions by dotted name, as YAML reads them.
@@ -175,10 +179,11 @@ def parse_space(values: Mapping[str, Any], where: str) -> Space:
 
 
 def check_space(space: Space, check: Check, where: str) -> None:
-    """Compares every name and every end of a range with what the settings accept.
+    """Checks that the settings accept every name and every end of a range.
 
-    Some settings bound each other (gamma_min and gamma_max). So an end is right if it fits the
-    values that the others have without the sweep, or all of their lower or all of their upper ends.
+    Some settings bound each other (gamma_min and gamma_max). So an end is right if it fits one of
+    three: the values that the other settings have without the sweep, all lower ends of the other
+    ranges, or all upper ends.
 
     Args:
         space: the space.
@@ -197,12 +202,11 @@ def check_space(space: Space, check: Check, where: str) -> None:
     for name, distribution in space.items():
         for value in distribution.values_to_check():
             problem = problem_with({name: value}, check)
-            # One company of other values in which the value is accepted suffices.
-            if (
-                problem
-                and problem_with({**lower_ends, name: value}, check)
-                and problem_with({**upper_ends, name: value}, check)
-            ):
+            if problem is None:
+                continue
+            fits_lower_ends = problem_with({**lower_ends, name: value}, check) is None
+            fits_upper_ends = problem_with({**upper_ends, name: value}, check) is None
+            if not fits_lower_ends and not fits_upper_ends:
                 raise ConfigError(f"{where}: {problem}")
 
 
@@ -220,14 +224,15 @@ def nearest_values(space: Space, settings: Mapping[str, Any], where: str) -> Val
 
     Args:
         space: the searched settings.
-        settings: a whole configuration as plain values, in sections.
+        settings: a complete configuration as plain values, in sections.
         where: name of the configuration, for error messages.
 
     Raises:
-        ConfigError: a choice that the space does not have.
+        ConfigError: a value that is not among the choices of the space.
     """
     values: Values = {}
     for name, distribution in space.items():
+        # Down the sections to the value.
         value: Any = settings
         for part in name.split("."):
             value = value[part]
@@ -239,7 +244,7 @@ def nearest_values(space: Space, settings: Mapping[str, Any], where: str) -> Val
 
 
 def nested(values: Values) -> dict[str, Any]:
-    """{"optim.lr": 0.1} as {"optim": {"lr": 0.1}}."""
+    """Turns {"optim.lr": 0.1} into {"optim": {"lr": 0.1}}."""
     sections: dict[str, Any] = {}
     for name, value in values.items():
         configs.put(sections, name, value)
@@ -251,7 +256,7 @@ def _is_number(value: Value) -> bool:
 
 
 def _parse(body: Any, where: str) -> Distribution:
-    """A distribution from its entry in a file."""
+    """Reads a distribution from its entry in a file."""
     kinds: list[Any] = []
     if isinstance(body, Mapping):
         kinds = [key for key in body if key != "step"]
@@ -271,7 +276,7 @@ def _parse(body: Any, where: str) -> Distribution:
 
 
 def _parse_range(kind: str, bounds: Any, step: Any, where: str) -> NumberRange:
-    """A range from its bounds and the width of its grid, as YAML reads them."""
+    """Reads a range from its bounds and the step of its grid."""
     log, whole = RANGES[kind]
     if not isinstance(bounds, list) or len(bounds) != 2:
         raise ConfigError(f"{where}: {kind} is {bounds!r}, expected [lowest, highest]")
@@ -287,23 +292,25 @@ def _parse_range(kind: str, bounds: Any, step: Any, where: str) -> NumberRange:
     width = 0.0
     if step is not None:
         width = _number(step, whole, f"{where}: step")
-        expected = ""
         if log:
-            expected = f"none for {kind}"
-        elif not 0 < width <= high - low:
-            expected = f"more than 0 and at most {high - low:g}"
-        if expected:
-            raise ConfigError(f"{where}: step is {width:g}, expected {expected}")
+            raise ConfigError(f"{where}: step is {width:g}, expected none for {kind}")
+        if not 0 < width <= high - low:
+            raise ConfigError(
+                f"{where}: step is {width:g}, expected more than 0 and at most {high - low:g}"
+            )
     return NumberRange(low=low, high=high, log=log, whole=whole, step=width)
 
 
 def _number(value: Any, whole: bool, where: str) -> float:
-    """A finite number; YAML reads 1e-4 as a text."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number) or (whole and number != round(number)):
+    """Reads a finite number, also from a text: YAML reads 1e-4 as one."""
+    number = math.nan
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            number = float(value)
+    is_accepted = math.isfinite(number)
+    if is_accepted and whole:
+        is_accepted = number == round(number)
+    if not is_accepted:
         expected = "an integer" if whole else "a number"
         raise ConfigError(f"{where} holds {value!r}, expected {expected}")
     return number

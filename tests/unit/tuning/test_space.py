@@ -86,6 +86,7 @@ def test_a_trial_draws_the_same_whatever_else_is_drawn() -> None:
         ({"log_uniform": [0, 1]}, "log_uniform starts at 0, expected more than 0"),
         ({"log_int": [-1, 4]}, "log_int starts at -1"),
         ({"int": [0.5, 2]}, "holds 0.5, expected an integer"),
+        ({"int": [0, 10**400]}, "expected an integer"),
         ({"uniform": [0, 1], "step": 2}, "step is 2, expected more than 0 and at most 1"),
         ({"uniform": [0, 1], "step": 0}, "step is 0, expected more than 0"),
         ({"log_uniform": [1, 2], "step": 0.5}, "step is 0.5, expected none for log_uniform"),
