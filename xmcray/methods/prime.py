@@ -49,10 +49,13 @@ from xmcray.nn.label_side import LabelSide
 from xmcray.nn.prototypes import PrototypeNetwork, move_centroids
 from xmcray.parallel import collectives
 from xmcray.parallel.collectives import gather_parts, gather_rows
+from xmcray.parallel.partition import LabelPartition
 from xmcray.parallel.transfers import to_device
 from xmcray.types import Batch, Float64Array, Int64Array, Ragged, Shortlist, StepOutput, spans
 
 logger = logging.getLogger(__name__)
+
+LABELS_AT_ONCE = 1 << 22  # whose clusters rank 0 sends to the others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,13 +406,33 @@ class Prime(Method):
                 stop = row + len(vectors)
                 text_LD[row:stop] = vectors.float().cpu().numpy()
                 row = stop
-        clusters = np.empty(0, np.int64)
+        cluster_L = torch.empty(0, dtype=torch.int64)
         if is_first:
             clusters = balanced_clusters(text_LD, self.num_vectors, context.seed)
-        # Only rank 0 has rows to give, so what is gathered are its clusters of all labels.
-        own_clusters = torch.from_numpy(clusters).to(context.device)
-        gathered = collectives.gather_ragged(own_clusters)
-        return torch.cat(gathered)[context.partition.start : context.partition.stop]
+            cluster_L = torch.from_numpy(clusters)
+        return own_part(cluster_L, context.partition)
+
+
+def own_part(cluster_L: Tensor, partition: LabelPartition) -> Tensor:
+    """This rank's part of what rank 0 has for all labels; collective.
+
+    Args:
+        cluster_L: int64, on the host of rank 0; other ranks have nothing.
+        partition: labels of this rank.
+    """
+    own_S = torch.empty(partition.size, dtype=torch.int64)
+    # A device never holds a number for each label, of which there may be 10^8.
+    for block in spans(partition.num_labels, LABELS_AT_ONCE):
+        part = torch.empty(block.stop - block.start, dtype=torch.int64)
+        if collectives.rank() == 0:
+            part = cluster_L[block]
+        collectives.broadcast(part)
+        low = max(block.start, partition.start)
+        high = min(block.stop, partition.stop)
+        if low < high:
+            own_part = part[low - block.start : high - block.start]
+            own_S[low - partition.start : high - partition.start] = own_part
+    return own_S
 
 
 def _in_force(config: PrimeConfig, num_labels: int) -> PrimeConfig:
