@@ -256,6 +256,38 @@ def set_search(faiss_index: Any, nprobe: int, ef_search: int) -> None:
         graph.hnsw.efSearch = ef_search
 
 
+def search(faiss_index: Any, queries: Float32Array, width: int, nprobe: int) -> Int64Array:
+    """The candidates that an index proposes, best first.
+
+    Args:
+        faiss_index: the index.
+        queries: contiguous float32 [Q, D].
+        width: candidates per query.
+        nprobe: lists to visit in an index that has them; 0 for as many as are set in it.
+    Returns:
+        int64 [Q, width], positions of rows; -1 where there is no further candidate.
+    """
+    if nprobe:
+        # Other threads may want to visit another number of lists, so it is not set in the index.
+        parameters = _nprobe_parameters(faiss_index, nprobe)
+        _, candidates = faiss_index.search(queries, width, params=parameters)
+    else:
+        _, candidates = faiss_index.search(queries, width)
+    return np.asarray(candidates, np.int64)
+
+
+def _nprobe_parameters(faiss_index: Any, nprobe: int) -> Any | None:
+    """Parameters of a search that visits so many lists; None where FAISS takes no such number."""
+    faiss = import_faiss()
+    faiss_index = faiss.downcast_index(faiss_index)
+    if isinstance(faiss_index, faiss.IndexIVF):
+        return faiss.SearchParametersIVF(nprobe=nprobe)
+    if isinstance(faiss_index, faiss.IndexPreTransform):
+        inner = _nprobe_parameters(faiss_index.index, nprobe)
+        return faiss.SearchParametersPreTransform(index_params=inner)
+    return None
+
+
 def lists_of(faiss_index: Any) -> Any | None:
     """The part of a FAISS index that has inverted lists, or None."""
     if faiss_index is None:

@@ -31,7 +31,7 @@ from xmcray.retrieval.exact import (
 from xmcray.retrieval.inverted_lists import InvertedLists
 from xmcray.retrieval.list_scan import scan_lists
 from xmcray.retrieval.readable import readable
-from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, pairs_of
+from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, pairs_of, spans
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ MANY_QUERIES = 10_000
 FEW_LISTS = 16
 TUNE_K = 50  # answers for which the number of candidates is chosen; index_tuning.py
 CANDIDATE_FLOATS = 1 << 22  # vectors gathered at once when scores are made exact
+CANDIDATES_AT_ONCE = 1 << 24  # of all queries together, each with its score and key
 
 
 class Index:
@@ -53,6 +54,8 @@ class Index:
         candidates: candidates per answer that FAISS proposes.
         threads: threads of a search.
     """
+
+    answered_share = 1.0  # of the rows, see `filtered`
 
     def __init__(
         self,
@@ -165,7 +168,8 @@ class Index:
             return exact_keys(self.vectors, queries, empty_keys(len(queries), k), rows)
         # Hidden rows take places among the candidates, so that many more are proposed.
         most_hidden = int(rows.hidden.lengths.max(initial=0))
-        width = (max(k, TUNE_K) + most_hidden) * self.candidates
+        num_needed = int(max(k, TUNE_K) / self.answered_share)
+        width = (num_needed + most_hidden) * self.candidates
         limit = ann.most_candidates(self._faiss)
         if limit is not None and width > limit:
             self._warn_of_limit(width, limit)
@@ -184,7 +188,7 @@ class Index:
         """Whether so many queries share the work of their lists, with matrix products of the rows."""
         if ann.has_quick_codes(self._faiss):
             # Codes are scanned faster than rows, unless many queries visit few lists each.
-            visits_few = self.nprobe <= self.num_lists // FEW_LISTS
+            visits_few = self._visited_lists <= self.num_lists // FEW_LISTS
             shares = num_queries >= MANY_QUERIES and visits_few
         else:
             shares = num_queries >= BATCH_QUERIES
@@ -214,6 +218,22 @@ class Index:
                 width,
             )
         self._warned = True
+
+    @property
+    def _visited_lists(self) -> int:
+        """Lists that a query visits: `nprobe`, and more if few of their rows are answers."""
+        return min(self.num_lists, int(self.nprobe / self.answered_share))
+
+    def filtered(self, share: float) -> Index:
+        """A view for searches in which only a share of the rows are answers.
+
+        It visits more lists and compares more candidates in inverse proportion, so that as many
+        answers are among them as without a filter.
+
+        Args:
+            share: above 0, at most 1.
+        """
+        return _FilteredIndex(self, share)
 
     def only(self, rows: Int64Array) -> Index:
         """An exact index that answers only a few rows, of which it holds a copy.
@@ -272,22 +292,33 @@ class Index:
     def search_lists(self, queries: Float32Array, k: int, rows: AnswerableRows) -> Tensor:
         """Keys [Q, k] of the best rows of the visited lists and of the long rows."""
         assert self._lists is not None
-        return scan_lists(self._lists, queries, k, self.nprobe, rows)
+        return scan_lists(self._lists, queries, k, self._visited_lists, rows)
 
     def search_candidates(
         self, queries: Float32Array, width: int, k: int, rows: AnswerableRows
     ) -> Tensor:
         """Keys [Q, k] of the best among `width` candidates of FAISS and the long rows."""
-        # FAISS keeps the number of threads per calling thread, so it is set before each search.
-        ann.use_threads(self.threads)
-        assert self._faiss is not None
-        _, candidate_QC = self._faiss.search(queries, min(width, len(self)))
-        best_QK = self._rescore(queries, np.asarray(candidate_QC, np.int64), k, rows)
+        num_queries = max(1, CANDIDATES_AT_ONCE // max(1, width))
+        keys = [empty_keys(0, k)]
+        for span in spans(len(queries), num_queries):
+            candidates = self._candidates(queries[span], width)
+            chunk_rows = rows.for_queries(span.start, span.stop)
+            keys.append(self._rescore(queries[span], candidates, k, chunk_rows))
+        best_QK = torch.cat(keys)
         if not len(self.long_ids):
             return best_QK
         # FAISS does not know the long rows: they compete with its candidates here.
         competing_rows = rows.selected(self.long_ids)
         return exact_keys(self._long_vectors, queries, best_QK, competing_rows)
+
+    def _candidates(self, queries: Float32Array, width: int) -> Int64Array:
+        """int64 [Q, width], positions that FAISS proposes; -1 where it finds no more."""
+        assert self._faiss is not None
+        # FAISS keeps the number of threads per calling thread, so it is set before each search.
+        ann.use_threads(self.threads)
+        # Without a filter the index visits as many lists as are set in it.
+        nprobe = self._visited_lists if self.answered_share < 1 else 0
+        return ann.search(self._faiss, queries, min(width, len(self)), nprobe)
 
     def _rescore(
         self, queries: Float32Array, row_QC: Int64Array, k: int, rows: AnswerableRows
@@ -380,6 +411,26 @@ class ListIndex(Index):
         if exact or not len(queries):
             return exact_keys(self.vectors, queries, empty_keys(len(queries), k), rows)
         return self._completed(self.search_lists(queries, k, rows), queries, rows)
+
+
+class _FilteredIndex(Index):
+    """Another index, of whose rows a share can be answered."""
+
+    def __init__(self, whole: Index, share: float) -> None:
+        super().__init__(
+            whole.vectors,
+            whole._faiss,
+            long_ids=whole.long_ids,
+            candidates=whole.candidates,
+            threads=whole.threads,
+        )
+        self.answered_share = share
+        self._whole = whole
+
+    @functools.cached_property
+    def _lists(self) -> InvertedLists | None:
+        # They take memory of all rows, so they are made once for all views.
+        return self._whole._lists
 
 
 class _RowSelection(Index):

@@ -273,18 +273,23 @@ class LabelIndex:
     def _answer_rows(self) -> ShardedIndex:
         """The shards as `search` uses them.
 
-        An index proposes candidates of which a filter lets few pass, or none. Where few rows are
-        allowed they are compared exhaustively instead.
+        An index proposes candidates of which some are no answers. So it proposes more of them, and
+        where few rows are left, those are compared exhaustively instead.
         """
-        if self.allowed is None:
+        if self.hidden_labels is None:
             return self.rows
         indexes: list[Index] = []
         for shard, index in zip(self.rows.shards, self.rows.indexes, strict=True):
             rows = np.flatnonzero(self.answer_labels[shard.start : shard.stop] >= 0)
             few = max(FLAT_ROWS, len(index) // 16)
-            # An index of few rows is exhaustive anyway.
-            restrict = len(rows) <= few < len(index)
-            indexes.append(index.only(rows) if restrict else index)
+            # A shard of few rows is not copied, whatever share of them is left.
+            if len(rows) <= few < len(index):
+                indexes.append(index.only(rows))
+            elif index.is_exact:
+                indexes.append(index)
+            else:
+                # With no answer at all, as many rows are compared as with a single one.
+                indexes.append(index.filtered(max(len(rows), 1) / len(index)))
         return ShardedIndex(self.rows.shards, tuple(indexes))
 
     @functools.cached_property

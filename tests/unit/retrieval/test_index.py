@@ -389,3 +389,12 @@ def test_altered_files_never_crash_the_process(clustered, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert 0 < int(done.stdout) < 240, "some changes are of vectors, others of sizes"
+
+
+def test_many_candidates_are_searched_a_few_queries_at_a_time(clustered, monkeypatch):
+    rows, queries = clustered
+    index = build_index(rows, IndexSpec(factory="IVF16,PQ8x4fs"))
+    hidden = Ragged.from_rows([[query] for query in range(len(queries))])
+    at_once = index.search(queries, 10, hidden=hidden)
+    monkeypatch.setattr(index_module, "CANDIDATES_AT_ONCE", 1000)
+    assert_same(index.search(queries, 10, hidden=hidden), at_once)
