@@ -1,8 +1,7 @@
 """The computation of one refresh, as functions on a version's folder. The pool runs them in actors,
 a laptop in a thread.
 
-Each function may be killed at any point and called again, because finished files are not made
-twice.
+Each function may be killed and called again at any point: finished files are not made twice.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ from xmcray.negatives.false_negatives import (
     false_negatives,
     open_teacher,
 )
+from xmcray.negatives.hits import Hits, reach
 from xmcray.negatives.plan import NegativesConfig
-from xmcray.negatives.version_folder import MergedBlock, QueryBlock, VersionFolder
+from xmcray.negatives.version_folder import MergedBlock, VersionFolder
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.exact import (
     empty_keys,
@@ -169,18 +169,18 @@ def _search_blocks(
     """Searches some query blocks together, and writes the hits that are not there yet."""
     blocks = [folder.read_queries(name) for name in names]
     vectors = np.concatenate([block.vectors for block in blocks])
-    widths = [np.minimum(_reach(block, spec.negatives), part.size) for block in blocks]
-    top = _search(index, vectors, np.concatenate(widths))
-    # The index counts rows of the shard; -1 for no answer stays -1.
-    label_ids = np.where(top.ids >= 0, part.to_global(top.ids), -1)
+    widths = [np.minimum(reach(block.extra, spec.negatives), part.size) for block in blocks]
+    hits = Hits.search(index, vectors, np.concatenate(widths))
     start = 0
     for name, width_B in zip(names, widths, strict=True):
         stop = start + len(width_B)
-        widest = int(width_B.max(initial=1))
         if not folder.has_hits(part, name):
-            ids = np.ascontiguousarray(label_ids[start:stop, :widest])
-            scores = np.ascontiguousarray(top.scores[start:stop, :widest])
-            folder.write_hits(part, name, TopLabels(ids, scores))
+            of_block = hits.slice(start, stop)
+            rows = of_block.labels.values
+            # The index counts rows of the shard; -1 for no answer stays -1.
+            label_ids = np.where(rows >= 0, part.to_global(rows), -1)
+            labels = Ragged(label_ids, of_block.labels.offsets)
+            folder.write_hits(part, name, Hits(labels, of_block.scores))
         start = stop
 
 
@@ -203,38 +203,6 @@ def _free_gpu(rows: Float32Array, spec: RefreshSpec) -> int | None:
         logger.warning("an index of hard negatives is searched on the CPU: it lacks %s", missing)
         return None
     return spec.gpu
-
-
-def _search(index: Index, vectors: Float32Array, width_B: Int64Array) -> TopLabels:
-    """Returns the `width_B[i]` best rows of query i, padded to the largest width.
-
-    Queries of equal width are searched together, because a few need far more rows than the rest.
-    """
-    widest = int(width_B.max(initial=1))
-    padded = TopLabels.empty(len(vectors), widest)
-    for width in np.unique(width_B):
-        queries = np.flatnonzero(width_B == width)
-        top = index.search(vectors[queries], int(width))
-        padded.ids[queries, :width] = top.ids
-        padded.scores[queries, :width] = top.scores
-    return padded
-
-
-def _reach(block: QueryBlock, negatives: NegativesConfig) -> Int64Array:
-    """Returns int64 [B], how many labels are searched for each query."""
-    # Forbidden labels may be among the best, so each query gets as many more as it has of them.
-    reach_B = negatives.hard + _rounded_up(block.extra)
-    if negatives.max_relative_score:
-        # The best ones may be left out, and those that follow take their places.
-        reach_B = reach_B + negatives.hard
-    return reach_B
-
-
-def _rounded_up(extra: Int64Array) -> Int64Array:
-    """Rounds up to 4, 8, 16, 32 ..., so that many queries are searched with one width."""
-    at_least_4 = np.maximum(extra, 4)
-    exponents = np.ceil(np.log2(at_least_4)).astype(np.int64)
-    return 1 << exponents
 
 
 def merge_blocks(folder: VersionFolder, shard: int, data: TrainingData, spec: RefreshSpec) -> None:
@@ -267,22 +235,48 @@ def _merge_block(
 ) -> None:
     """Keeps the best labels that are allowed for each query of one block."""
     queries = folder.read_queries(block)
-    ids = queries.ids
-    shard_ids = []
-    shard_scores = []
-    for part in spec.parts(data.num_labels):
-        hits = folder.read_hits(part, block)
-        shard_ids.append(hits.ids)
-        shard_scores.append(hits.scores)
-    # A query's row has the hits of one shard after another, not yet by score.
-    candidate_BC = np.concatenate(shard_ids, axis=1)
-    score_BC = np.concatenate(shard_scores, axis=1)
+    hits = [folder.read_hits(part, block) for part in spec.parts(data.num_labels)]
+    labels = np.empty((len(queries.ids), spec.negatives.hard), np.int32)
+    left_out = np.empty(len(queries.ids), np.int64)
+    reach_B = reach(queries.extra, spec.negatives)
+    # Lists are as long as the reach of their query, so those of one reach make a table.
+    for width in np.unique(reach_B):
+        rows = np.flatnonzero(reach_B == width)
+        tables = [of_shard.table(rows) for of_shard in hits]
+        labels[rows], left_out[rows] = _merge_tables(
+            tables, queries.ids[rows], int(width), data, spec, teacher
+        )
+    folder.write_merged(spec.num_shards, block, MergedBlock(queries.ids, labels, left_out))
+
+
+def _merge_tables(
+    tables: list[TopLabels],
+    ids: Int64Array,
+    width: int,
+    data: TrainingData,
+    spec: RefreshSpec,
+    teacher: Teacher | None,
+) -> tuple[npt.NDArray[np.int32], Int64Array]:
+    """Merges what all shards found for some queries.
+
+    Args:
+        tables: hits of the queries by shard, not yet by score over all shards.
+        ids: int64 [B], query ids.
+        width: labels that were searched for each of them.
+        data: of the run.
+        spec: settings.
+        teacher: finds false negatives, if there is one.
+    Returns:
+        int32 [B, h], hard negatives; int64 [B], candidates that were left out.
+    """
+    candidate_BC = np.concatenate([table.ids for table in tables], axis=1)
+    score_BC = np.concatenate([table.scores for table in tables], axis=1)
     positives = data.positives(ids)
     excluded = data.excluded(ids)
     left_out = np.zeros(len(ids), np.int64)
     share = spec.negatives.max_relative_score
     if share:
-        best = best_candidates(candidate_BC, score_BC, _reach(queries, spec.negatives))
+        best = best_candidates(candidate_BC, score_BC, np.full(len(ids), width))
         is_false_BC = false_negatives(
             ids, best, positives, excluded, share, data.num_labels, teacher
         )
@@ -296,7 +290,7 @@ def _merge_block(
         data.num_labels,
         spec.negatives.hard,
     )
-    folder.write_merged(spec.num_shards, block, MergedBlock(ids, labels, left_out))
+    return labels, left_out
 
 
 def complete_version(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -> None:
@@ -384,7 +378,9 @@ def best_allowed(
     num_best = min(num_best, candidate_BC.shape[1])
     best = _best_candidates(torch.from_numpy(candidate_BC), torch.from_numpy(score_BC), num_best)
     forbidden_pairs = np.concatenate([labels.pairs(num_labels) for labels in forbidden])
-    is_forbidden = _is_in(pairs_of(best.ids, num_labels), forbidden_pairs) & (best.ids >= 0)
+    # As `np.isin`, at half of its time if most of both are in ascending order.
+    _, is_in = find_sorted(np.sort(forbidden_pairs), pairs_of(best.ids, num_labels))
+    is_forbidden = is_in & (best.ids >= 0)
     # A stable sort moves forbidden labels to the end, and leaves the order of the others.
     order = np.argsort(is_forbidden, axis=1, kind="stable")[:, :width]
     allowed_ids = np.where(is_forbidden, -1, best.ids)
@@ -393,12 +389,6 @@ def best_allowed(
     padded = np.full((len(best_ids), width), -1, np.int32)
     padded[:, : best_ids.shape[1]] = best_ids
     return padded
-
-
-def _is_in(numbers: Int64Array, others: Int64Array) -> npt.NDArray[np.bool_]:
-    """As `np.isin`, at half of its time if most of both are in ascending order."""
-    _, is_in = find_sorted(np.sort(others), numbers)
-    return is_in
 
 
 def _best_candidates(candidate_BC: Tensor, score_BC: Tensor, width: int) -> TopLabels:

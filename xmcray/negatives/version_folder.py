@@ -25,10 +25,11 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from xmcray.errors import ShortlistError, readable
+from xmcray.negatives.hits import Hits
 from xmcray.parallel.partition import LabelPartition
 from xmcray.storage.manifest import hash_file
 from xmcray.storage.whole_files import read_json, whole_file, write_json
-from xmcray.types import Float32Array, Int64Array, Shortlist, TopLabels
+from xmcray.types import Float32Array, Int64Array, Shortlist
 
 ROW_BLOCK_BYTES = 64 << 20
 _CLUSTERS = "clusters.npy"
@@ -202,7 +203,7 @@ class VersionFolder:
             return np.empty((0, 1), np.float32)
         return np.concatenate(parts)
 
-    def write_hits(self, part: LabelPartition, block: str, hits: TopLabels) -> None:
+    def write_hits(self, part: LabelPartition, block: str, hits: Hits) -> None:
         """Keeps the best labels of one index shard for one query block.
 
         Args:
@@ -211,16 +212,16 @@ class VersionFolder:
             block: name of the query block.
             hits: internal label ids.
         """
-        _save(self._hits_path(part, block), {"ids": hits.ids, "scores": hits.scores})
+        _save(self._hits_path(part, block), hits.arrays())
 
     def has_hits(self, part: LabelPartition, block: str) -> bool:
         """Returns whether the best labels of a shard for a query block are there."""
         return self._hits_path(part, block).is_file()
 
-    def read_hits(self, part: LabelPartition, block: str) -> TopLabels:
+    def read_hits(self, part: LabelPartition, block: str) -> Hits:
         """Reads what `write_hits` has written."""
         path = self._hits_path(part, block)
-        return TopLabels(**load_file(path))
+        return Hits.from_arrays(load_file(path))
 
     def write_merged(self, num_shards: int, block: str, merged: MergedBlock) -> None:
         """Keeps the hard negatives of one query block.
