@@ -430,8 +430,8 @@ def own_part(cluster_L: Tensor, partition: LabelPartition) -> Tensor:
         low = max(block.start, partition.start)
         high = min(block.stop, partition.stop)
         if low < high:
-            own_part = part[low - block.start : high - block.start]
-            own_S[low - partition.start : high - partition.start] = own_part
+            overlap = part[low - block.start : high - block.start]
+            own_S[low - partition.start : high - partition.start] = overlap
     return own_S
 
 
