@@ -214,6 +214,9 @@ class SnapshotCoordinator(SnapshotSource):
         await self._decide(model, decision)
 
         def has_loaded(state: ReplicaState) -> bool:
+            if state.epoch == decision.epoch and state.failure:
+                # It does not try again, so there is nothing to wait for.
+                raise ProblemError("refused", f"a replica cannot load {bundle}: {state.failure}")
             # A version that was dropped before may still be there, and go at any moment.
             is_kept = state.epoch == decision.epoch and version in state.places
             return is_kept and state.places[version].number >= number

@@ -48,11 +48,13 @@ class ReplicaState:
         epoch: the last decision that it carried out.
         answering: the version that answers.
         places: by version that is loaded, its place in the label log.
+        failure: why the bundle that is to be loaded alongside cannot be loaded; "" if it can.
     """
 
     epoch: str = ""
     answering: str = ""
     places: Mapping[str, LogPlace] = field(default_factory=dict)
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from xmcray.errors import XmcrayError, one_line
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
-from xmcray.serving.decisions import Follow, ReplicaState, ServedBundle, Update
+from xmcray.serving.decisions import Decision, Follow, ReplicaState, ServedBundle, Update
 from xmcray.serving.log_place import LogPlace
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.settings import ServeConfig
@@ -27,7 +27,8 @@ from xmcray.serving.source import SnapshotSource
 
 log = logging.getLogger("xmcray.serving")
 FOLLOW_S = 4.0  # longest wait for an update
-PRESENT_S = 2.0  # between signs of life while a bundle is loaded
+PRESENT_S = 2.0  # between signs of life while the bundle that answers is loaded
+LOADING_S = 0.2  # between updates while another bundle is loaded alongside
 RETRY_S = 0.5
 MAX_OLD_SNAPSHOTS = 64
 
@@ -44,6 +45,9 @@ class _FollowedModel:
         older: earlier snapshots by version and place in the label log, and the time at which each
             was replaced.
         dropped: versions that are no longer needed, and since when.
+        failure: see `ReplicaState`.
+        loading: the bundle that is being loaded alongside, or was and is not taken yet.
+        load: makes its snapshot.
     """
 
     def __init__(self) -> None:
@@ -53,11 +57,14 @@ class _FollowedModel:
         self.newest: dict[str, Snapshot] = {}
         self.older: dict[tuple[str, LogPlace], tuple[float, Snapshot]] = {}
         self.dropped: dict[str, float] = {}
+        self.failure = ""
+        self.loading: ServedBundle | None = None
+        self.load: asyncio.Future[Snapshot] | None = None
 
     def state(self) -> ReplicaState:
         """The state that is sent to the coordinator."""
         places = {version: snapshot.place for version, snapshot in self.newest.items()}
-        return ReplicaState(self.epoch, self.answering, places)
+        return ReplicaState(self.epoch, self.answering, places, self.failure)
 
     def replace(self, old: Snapshot, new: Snapshot) -> None:
         """Sets the newest snapshot of a version."""
@@ -84,6 +91,13 @@ class _FollowedModel:
         while len(self.older) > MAX_OLD_SNAPSHOTS:
             # Dictionaries keep the order of insertion: the first one is the oldest.
             self.older.pop(next(iter(self.older)))
+
+    def drop_load(self) -> None:
+        """Forgets the load; one that has begun ends unused."""
+        if self.load is not None:
+            self.load.cancel()
+        self.load = None
+        self.loading = None
 
     def forget(self, keep_s: float) -> None:
         """Drops versions and snapshots that have not been needed for so long."""
@@ -119,8 +133,9 @@ class Follower(SnapshotSource):
         self._models = {name: _FollowedModel() for name in config.bundles}
         self._replica = secrets.token_hex(8)
         self._changed = asyncio.Condition()
-        # One thread, for the reason that the coordinator has one.
+        # Two threads, for the reasons that the coordinator has two.
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="xmcray-loader")
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="xmcray-labels")
 
     async def start(self) -> None:
         """Loads what is served now."""
@@ -200,6 +215,11 @@ class Follower(SnapshotSource):
                 self._changed.notify_all()
         if failures:
             raise failures[0]
+        # Until a load is over, its decision counts as not carried out. So the coordinator answers
+        # the next question at once, with the operations that have come meanwhile.
+        loads = [model.load for model in self._models.values() if model.load is not None]
+        if loads:
+            await asyncio.wait(loads, timeout=LOADING_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def _carry_out(self, name: str, update: Update) -> None:
         model = self._models[name]
@@ -217,35 +237,65 @@ class Follower(SnapshotSource):
             if not later:
                 continue
             try:
-                changed = await self._in_loader(snapshot.after, later)
+                changed = await self._in_worker(snapshot.after, later)
                 model.replace(snapshot, changed.at(update.place))
             except XmcrayError as error:
                 # The coordinator has accepted the operations, so its snapshot is another one.
                 log.error("model %s: %s; loading the bundle again", name, one_line(error))
                 model.drop_stale(version)
-        needed = {decision.bundle.version: decision.bundle}
+        bundle = decision.bundle
+        needed = {bundle.version}
         if decision.loading:
-            # The same version may be at another path; the one that answers is loaded from its own.
-            needed.setdefault(decision.loading.version, decision.loading)
-        for version, bundle in needed.items():
+            needed.add(decision.loading.version)
+        for version in needed:
             model.dropped.pop(version, None)
-            if version in model.newest:
-                continue
+        # The same version may be at another path; the one that answers is loaded from its own.
+        if bundle.version not in model.newest:
             try:
-                model.newest[version] = await self._in_loader(self._load, name, bundle)
+                model.newest[bundle.version] = await self._in_loader(self._load, name, bundle)
             except XmcrayError as error:
                 log.error("model %s: %s cannot be loaded (%s)", name, bundle.path, error)
-                # A version to swap to may be broken. Then the coordinator refuses the swap.
-                if bundle is decision.bundle:
-                    raise
+                raise
         # A version that was just loaded answers when it has the operations that there are.
-        if model.newest[decision.bundle.version].number >= update.last:
-            model.answering = decision.bundle.version
+        if model.newest[bundle.version].number >= update.last:
+            model.answering = bundle.version
             model.stale = None
-        for version in model.newest.keys() - needed.keys() - {model.answering}:
+        for version in model.newest.keys() - needed - {model.answering}:
             model.dropped.setdefault(version, time.monotonic())
         # Last: the epoch tells the coordinator that the decision is carried out.
-        model.epoch = decision.epoch
+        if self._is_loaded_alongside(name, decision):
+            model.epoch = decision.epoch
+
+    def _is_loaded_alongside(self, name: str, decision: Decision) -> bool:
+        """Loads the other bundle of a decision, if it has one; whether that is over.
+
+        Nothing waits for this load, which may take minutes: operations are applied meanwhile.
+        """
+        model = self._models[name]
+        bundle = decision.loading
+        if decision.epoch != model.epoch:
+            model.failure = ""
+        if bundle is None or bundle.version in model.newest or bundle != model.loading:
+            model.drop_load()
+        if bundle is None or bundle.version in model.newest or model.failure:
+            return True
+        if model.load is None:
+            model.loading = bundle
+            loop = asyncio.get_running_loop()
+            model.load = loop.run_in_executor(self._loader, self._load, name, bundle)
+        if not model.load.done():
+            return False
+        try:
+            model.newest[bundle.version] = model.load.result()
+        except XmcrayError as error:
+            model.failure = str(error)
+        except Exception as error:  # a mistake of ours; the coordinator refuses the swap
+            log.exception("model %s: loading a bundle failed", name)
+            model.failure = f"{type(error).__name__}: {one_line(error)}"
+        if model.failure:
+            log.error("model %s: %s cannot be loaded (%s)", name, bundle.path, model.failure)
+        model.drop_load()
+        return True
 
     @contextlib.asynccontextmanager
     async def _showing_presence(self) -> AsyncIterator[None]:
@@ -269,6 +319,10 @@ class Follower(SnapshotSource):
     async def _in_loader(self, function: Callable[..., Snapshot], *arguments: Any) -> Snapshot:
         """Calls a function that makes a snapshot in the thread of loads."""
         return await asyncio.get_running_loop().run_in_executor(self._loader, function, *arguments)
+
+    async def _in_worker(self, function: Callable[..., Snapshot], *arguments: Any) -> Snapshot:
+        """Calls a function that makes a snapshot in the thread of label operations."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
     def _states(self) -> dict[str, ReplicaState]:
         return {name: model.state() for name, model in self._models.items()}

@@ -63,7 +63,7 @@ class Replicas:
 
         Args:
             model: name of the model.
-            is_done: the condition.
+            is_done: the condition; what it raises ends the wait.
             wait_s: longest wait, seconds.
         Returns:
             For how many it does not hold after `wait_s`, or when all were heard if that is later.
