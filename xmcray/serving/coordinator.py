@@ -26,6 +26,7 @@ from xmcray.serving.decisions import Decision, ReplicaState, ServedBundle, Updat
 from xmcray.serving.event_log import EventLog
 from xmcray.serving.events import NOT_COLLECTED, FeedbackEvent, SearchEvent
 from xmcray.serving.label_log import LabelLog
+from xmcray.serving.log_place import Commit
 from xmcray.serving.metrics import coordinator_metrics
 from xmcray.serving.operations import check_operations
 from xmcray.serving.problems import ProblemError
@@ -387,12 +388,11 @@ def _update(model: _ServedModel, state: ReplicaState) -> Update | None:
     is_behind = number < last
     if has_carried_out and not is_behind:
         return None
-    operations: Sequence[schema.Operation] = []
+    commits: Sequence[Commit] = []
     # A replica that has loaded nothing yet gets the operations when it has.
     if is_behind and numbers:
-        operations = model.log.since(number)
-    place = model.log.place(max(0, number) + len(operations))
-    return Update(model.decision, last, number, operations, place, stale)
+        commits = model.log.commits_after(number)
+    return Update(model.decision, last, commits, stale)
 
 
 def _changed(snapshot: Snapshot, operations: Sequence[schema.Operation]) -> Snapshot:
@@ -411,7 +411,6 @@ def _changed(snapshot: Snapshot, operations: Sequence[schema.Operation]) -> Snap
 
 def _caught_up(snapshot: Snapshot, label_log: LabelLog) -> Snapshot:
     """The snapshot with all operations of the log."""
-    while operations := label_log.since(snapshot.number):
-        place = label_log.place(snapshot.number + len(operations))
-        snapshot = snapshot.after(operations).at(place)
+    while commits := label_log.commits_after(snapshot.number):
+        snapshot = snapshot.after_commits(commits)
     return snapshot

@@ -6,8 +6,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from xmcray.serving.log_place import LogPlace
-from xmcray.serving.schema import Operation
+from xmcray.serving.log_place import Commit, LogPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +63,13 @@ class Update:
     Attributes:
         decision: the newest decision.
         last: number of the last operation that there is.
-        since: number of the operation before the first one of `operations`.
-        operations: operations that the replica lacks, as many as are sent at once.
-        place: place in the log behind these operations.
+        commits: operations that the replica lacks, as many as are sent at once.
         stale: versions of the replica that have other operations than the log.
     """
 
     decision: Decision
     last: int
-    since: int
-    operations: Sequence[Operation]
-    place: LogPlace
+    commits: Sequence[Commit]
     stale: Sequence[str] = ()
 
 

@@ -12,14 +12,14 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from xmcray.errors import XmcrayError, one_line
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
 from xmcray.serving.decisions import Decision, Follow, ReplicaState, ServedBundle, Update
-from xmcray.serving.log_place import LogPlace
+from xmcray.serving.log_place import Commit, LogPlace
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot, SnapshotReference
@@ -31,6 +31,7 @@ PRESENT_S = 2.0  # between signs of life while the bundle that answers is loaded
 LOADING_S = 0.2  # between updates while another bundle is loaded alongside
 RETRY_S = 0.5
 MAX_OLD_SNAPSHOTS = 64
+MAX_PASSED_COMMITS = 256  # of one update; a replica that gets more is catching up
 
 
 class _FollowedModel:
@@ -44,6 +45,8 @@ class _FollowedModel:
         newest: the newest snapshot of each version.
         older: earlier snapshots by version and place in the label log, and the time at which each
             was replaced.
+        passed: by version and place of an earlier snapshot, the commits that were applied to it at
+            once. Requests may have begun between them elsewhere.
         dropped: versions that are no longer needed, and since when.
         failure: see `ReplicaState`.
         loading: the bundle that is being loaded alongside, or was and is not taken yet.
@@ -56,6 +59,7 @@ class _FollowedModel:
         self.stale: Snapshot | None = None
         self.newest: dict[str, Snapshot] = {}
         self.older: dict[tuple[str, LogPlace], tuple[float, Snapshot]] = {}
+        self.passed: dict[tuple[str, LogPlace], Sequence[Commit]] = {}
         self.dropped: dict[str, float] = {}
         self.failure = ""
         self.loading: ServedBundle | None = None
@@ -66,10 +70,27 @@ class _FollowedModel:
         places = {version: snapshot.place for version, snapshot in self.newest.items()}
         return ReplicaState(self.epoch, self.answering, places, self.failure)
 
-    def replace(self, old: Snapshot, new: Snapshot) -> None:
-        """Sets the newest snapshot of a version."""
-        self._keep(old)
+    def replace(self, old: Snapshot, new: Snapshot, commits: Sequence[Commit]) -> None:
+        """Sets the newest snapshot of a version.
+
+        Args:
+            old: the one before.
+            new: the new one.
+            commits: what made it of the old one.
+        """
+        self.keep(old)
         self.newest[new.version] = new
+        if 1 < len(commits) <= MAX_PASSED_COMMITS:
+            self.passed[old.version, old.place] = commits
+
+    def before(self, version: str, place: LogPlace) -> tuple[Snapshot, Sequence[Commit]] | None:
+        """An earlier snapshot and the commits that lead to a place; None if there are none."""
+        for (passed_version, start), commits in self.passed.items():
+            places = [commit.place for commit in commits]
+            if passed_version == version and place in places:
+                _, snapshot = self.older[version, start]
+                return snapshot, commits[: places.index(place) + 1]
+        return None
 
     def drop_stale(self, version: str) -> None:
         """Drops a version that has other operations than the label log.
@@ -77,20 +98,20 @@ class _FollowedModel:
         Its snapshot goes on answering until a version has the operations that there are.
         """
         snapshot = self.newest.pop(version)
-        self._keep(snapshot)
+        self.keep(snapshot)
         self.dropped.pop(version, None)
         if version == self.answering:
             self.answering = ""
             self.stale = snapshot
 
-    def _keep(self, old: Snapshot) -> None:
+    def keep(self, old: Snapshot) -> None:
         """Keeps a snapshot for the requests that began with it."""
         # Few requests still come to it.
         old.drop_views()
         self.older[old.version, old.place] = (time.monotonic(), old)
         while len(self.older) > MAX_OLD_SNAPSHOTS:
             # Dictionaries keep the order of insertion: the first one is the oldest.
-            self.older.pop(next(iter(self.older)))
+            self._forget_older(next(iter(self.older)))
 
     def drop_load(self) -> None:
         """Forgets the load; one that has begun ends unused."""
@@ -109,7 +130,11 @@ class _FollowedModel:
                 del self.newest[version]
         for (version, place), (since, _) in list(self.older.items()):
             if since <= limit or version not in self.newest:
-                del self.older[version, place]
+                self._forget_older((version, place))
+
+    def _forget_older(self, key: tuple[str, LogPlace]) -> None:
+        del self.older[key]
+        self.passed.pop(key, None)
 
 
 class Follower(SnapshotSource):
@@ -133,6 +158,7 @@ class Follower(SnapshotSource):
         self._models = {name: _FollowedModel() for name in config.bundles}
         self._replica = secrets.token_hex(8)
         self._changed = asyncio.Condition()
+        self._going_back = asyncio.Lock()
         # Two threads, for the reasons that the coordinator has two.
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="xmcray-loader")
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="xmcray-labels")
@@ -191,6 +217,16 @@ class Follower(SnapshotSource):
             return newest
         if (version, place) in model.older:
             return model.older[version, place][1]
+        # Elsewhere the commits may have come in other groups. One at a time, because several
+        # requests often come for one place.
+        async with self._going_back:
+            if (version, place) in model.older:
+                return model.older[version, place][1]
+            if before := model.before(version, place):
+                earlier, commits = before
+                snapshot = await self._in_worker(earlier.after_commits, commits)
+                model.keep(snapshot)
+                return snapshot
         raise ProblemError(
             "not-ready",
             f"version {version[:12]} with operation {place.number} is not here; ask again",
@@ -233,12 +269,12 @@ class Follower(SnapshotSource):
             model.drop_stale(version)
         for version, snapshot in list(model.newest.items()):
             # Versions may be at different operations.
-            later = update.operations[max(0, snapshot.number - update.since) :]
+            later = [commit for commit in update.commits if commit.place.number > snapshot.number]
             if not later:
                 continue
             try:
-                changed = await self._in_worker(snapshot.after, later)
-                model.replace(snapshot, changed.at(update.place))
+                changed = await self._in_worker(snapshot.after_commits, later)
+                model.replace(snapshot, changed, later)
             except XmcrayError as error:
                 # The coordinator has accepted the operations, so its snapshot is another one.
                 log.error("model %s: %s; loading the bundle again", name, one_line(error))

@@ -21,7 +21,7 @@ from typing import Self
 from xmcray.errors import StorageError
 from xmcray.serving.log_database import LogDatabase, LogReader, create_database
 from xmcray.serving.log_lines import Line, encode_line, first_line
-from xmcray.serving.log_place import BEGINNING, LogPlace
+from xmcray.serving.log_place import BEGINNING, Commit, LogPlace
 from xmcray.serving.log_segments import SegmentStore
 from xmcray.serving.log_upload import Uploader
 from xmcray.serving.schema import Operation
@@ -152,6 +152,13 @@ class LabelLog:
         return line.last
 
     def since(self, number: int, max_bytes: int = READ_BYTES) -> list[Operation]:
+        """The operations of `commits_after`."""
+        operations: list[Operation] = []
+        for commit in self.commits_after(number, max_bytes):
+            operations += commit.operations
+        return operations
+
+    def commits_after(self, number: int, max_bytes: int = READ_BYTES) -> list[Commit]:
         """The next operations after `number`; all of them are durable.
 
         Args:
@@ -169,10 +176,8 @@ class LabelLog:
                 f"operations {number + 1} to {self._database.begin} of model {self.model!r} are not in"
                 f" {self._database.path}, which began later; use a bundle that holds them"
             )
-        operations = []
-        for line in self._database.lines_after(number, max_bytes):
-            operations += line.after(number)
-        return operations
+        lines = self._database.lines_after(number, max_bytes)
+        return [Commit(line.after(number), self._place_after(line)) for line in lines]
 
     def place(self, number: int) -> LogPlace:
         """The place after the commit that ends with an operation, or before the first one."""

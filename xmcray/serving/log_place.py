@@ -7,9 +7,11 @@ place also names the log and the commit that ends there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from xmcray.serving.schema import Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,19 @@ class LogPlace:
     number: int = 0
     commit: str = ""
     log: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Operations that came together.
+
+    Attributes:
+        operations: the operations, or the last of them if a reader has the others.
+        place: the place right after them.
+    """
+
+    operations: Sequence[Operation]
+    place: LogPlace
 
 
 BEGINNING = LogPlace()  # before all operations

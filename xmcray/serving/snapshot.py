@@ -26,7 +26,7 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ALL_SHARDS, NO_SHARDS, ShardSubset
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.serving import schema
-from xmcray.serving.log_place import LogPlace, place_in
+from xmcray.serving.log_place import Commit, LogPlace, place_in
 from xmcray.storage.artifact import open_artifact
 from xmcray.types import BoolArray, Float32Array
 
@@ -146,7 +146,7 @@ class Snapshot:
         """The same snapshot, whose place in the label log is known better.
 
         Args:
-            place: `LabelLog.find`, or `LabelLog.place` of the last operation.
+            place: `LabelLog.resume_place`, or `LabelLog.place` of the last operation.
         """
         return replace(self, place=place)
 
@@ -178,6 +178,19 @@ class Snapshot:
             place=LogPlace(self.number + len(operations)),
             changed_ids=changes.ids,
         )
+
+    def after_commits(self, commits: Sequence[Commit]) -> Snapshot:
+        """The snapshot with further commits applied.
+
+        How commits are grouped into calls makes no difference.
+
+        Args:
+            commits: those after `number`, in order, at least one.
+        """
+        operations: list[schema.Operation] = []
+        for commit in commits:
+            operations += commit.operations
+        return self.after(operations).at(commits[-1].place)
 
     def label_id(self, uid: str) -> int | None:
         """Id of a label that can be answered; None if there is none of that uid."""

@@ -367,7 +367,7 @@ async def test_a_model_that_cannot_be_loaded_holds_up_no_other(
     carry_out = follower.Follower._carry_out
 
     async def fails(self: follower.Follower, name: str, update: Any) -> None:
-        if name == broken and update.operations:
+        if name == broken and update.commits:
             raise StorageError("its bundle cannot be read")
         await carry_out(self, name, update)
 

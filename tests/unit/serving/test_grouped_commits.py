@@ -1,0 +1,62 @@
+"""Replicas get label operations in groups of their own, and answer for every place between them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bundles import write_bundle_of
+from operations import add, delete
+
+from xmcray.serving import follower
+from xmcray.serving.coordinator import SnapshotCoordinator
+from xmcray.serving.follower import Follower
+from xmcray.serving.problems import ProblemError
+from xmcray.serving.settings import ServeConfig
+
+TEXTS = ["sort join", "matrix rank"]
+
+
+async def test_a_replica_answers_for_a_place_that_it_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = write_bundle_of(tmp_path / "b", "texts")
+    config = ServeConfig(bundles={"default": str(bundle)}, state_dir=str(tmp_path / "state"))
+    coordinator = SnapshotCoordinator(config)
+    await coordinator.start()
+    try:
+        gateway = Follower(config, coordinator.follow)
+        searcher = Follower(config, coordinator.follow)
+        await gateway.start()
+        await searcher.start()
+        batches = [[add("n1", TEXTS[0]), delete("u3")], [add("n2", TEXTS[1])], [delete("n1")]]
+        begun = []
+        for operations in batches:
+            await coordinator.operate("default", operations)
+            await gateway._step(1.0)
+            begun.append(gateway.current(None))
+        # All of them at once.
+        await searcher._step(1.0)
+        assert searcher.current(None).reference == begun[-1].reference
+        for expected in begun:
+            requests = [searcher.referenced(expected.reference, 0.1) for _ in range(3)]
+            found = await asyncio.gather(*requests)
+            assert found[0] is found[1] is found[2], "requests can be one batch"
+            assert found[0].reference == expected.reference
+            answers = found[0].retriever.search(TEXTS, 5)
+            for labels, wanted in zip(answers, expected.retriever.search(TEXTS, 5), strict=True):
+                assert [label.label_id for label in labels] == [label.label_id for label in wanted]
+                scores = [label.score for label in labels]
+                np.testing.assert_array_equal(scores, [label.score for label in wanted])
+        # What is passed is forgotten with the snapshot that it began with.
+        monkeypatch.setattr(follower, "MAX_OLD_SNAPSHOTS", 0)
+        model = searcher._models["default"]
+        model.keep(begun[0])
+        assert not model.older
+        assert not model.passed
+        with pytest.raises(ProblemError, match="with operation 2 is not here"):
+            await searcher.referenced(begun[0].reference, 0.1)
+    finally:
+        coordinator.close()
