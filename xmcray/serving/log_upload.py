@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from xmcray.errors import StorageError, one_line
 from xmcray.serving.log_database import LogDatabase
@@ -87,7 +87,7 @@ class Uploader:
                 f" {begin}; choose an empty URL"
             )
         # The newest segment stands for all: each holds the numbers of its operations.
-        if not self._holds(newest):
+        if not (self._began(segments) and self._holds(newest)):
             reason = (
                 f"{self._copy.url}, which ends with operation {newest.last}, is no copy of the"
                 f" local log, which ends with {self._database.last}: the folder is old, or the URL"
@@ -98,15 +98,17 @@ class Uploader:
         self._uploaded = newest.last
         self._has_compared = True
 
+    def _began(self, segments: Sequence[Segment]) -> bool:
+        """Whether this log began the copy: its first line has its identity, and is a segment."""
+        own = Segment.of([self._database.first_line])
+        return all(segment == own for segment in segments if segment.first > segment.last)
+
     def _holds(self, segment: Segment) -> bool:
-        """Whether the log has the same operations as a segment, as far as it goes back."""
-        if segment.last > self._database.last:
+        """Whether the log has the same operations as a segment."""
+        if segment.last > self._database.last or segment.first <= self._database.begin:
             return False
-        # The first segment is the first line alone, which no other log has.
         if segment.first > segment.last:
-            return Segment.of([self._database.first_line]) == segment
-        if segment.first <= self._database.begin:
-            return True
+            return True  # the first line, see `_began`
         lines = self._database.lines_after(segment.first - 1)
         inside = [line for line in lines if line.last <= segment.last]
         return bool(inside) and Segment.of(inside) == segment

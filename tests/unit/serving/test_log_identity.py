@@ -261,6 +261,22 @@ def test_two_logs_do_not_share_a_copy(tmp_path: Path) -> None:
         assert one.place(0) == two.place(0), "a log that is restored is the same one"
 
 
+def test_a_log_does_not_go_on_with_the_copy_of_the_one_before_it(tmp_path: Path) -> None:
+    """Its newest segment reaches back to operations that this log never had."""
+    url = f"file://{tmp_path}/copy"
+    with LabelLog(tmp_path / "one", "m", upload_url=url) as one:
+        one.append([add("a")])
+        place = one.place(1)
+        one.append([add("b")])
+    segments = sorted(Path(tmp_path / "copy").rglob("*.log"))
+    with LabelLog(tmp_path / "two", "m", start_after=place) as two:
+        two.append([add("c")])
+        two.append([add("d")])
+    with pytest.raises(StorageError, match="is no copy of the local log"):
+        LabelLog(tmp_path / "two", "m", upload_url=url)
+    assert sorted(Path(tmp_path / "copy").rglob("*.log")) == segments
+
+
 def test_a_log_does_not_go_on_with_the_copy_of_one_that_began_later(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/copy"
     with LabelLog(tmp_path / "one", "m") as one:
