@@ -49,12 +49,12 @@ def writing_predictions(path: str | Path, num_labels: int) -> Iterator[Callable[
     path = _npz_path(path)
     # Answers per query, after a zero with which the offsets begin.
     lengths = [np.zeros(1, np.int64)]
-    # Answers of more queries than fit in memory wait in unnamed files next to the destination.
-    with (
-        disk_errors(path),
-        TemporaryFile(dir=path.parent) as ids_file,
-        TemporaryFile(dir=path.parent) as scores_file,
-    ):
+    # Not around the block itself: what a search in it raises is no fault of this file.
+    with contextlib.ExitStack() as files:
+        # Answers of more queries than fit in memory wait in unnamed files next to the destination.
+        with disk_errors(path):
+            ids_file = _unnamed_file(path.parent, files)
+            scores_file = _unnamed_file(path.parent, files)
 
         def write(part: TopLabels) -> None:
             # Column ids ascend within a row, as CSR readers expect; a row's ranking is its scores.
@@ -69,19 +69,34 @@ def writing_predictions(path: str | Path, num_labels: int) -> Iterator[Callable[
             is_answer = ids >= 0
             ids_P = ids[is_answer].astype(np.int32)
             scores_P = scores[is_answer].astype(np.float32)
-            ids_file.write(ids_P.tobytes())
-            scores_file.write(scores_P.tobytes())
+            with disk_errors(path):
+                ids_file.write(ids_P.tobytes())
+                scores_file.write(scores_P.tobytes())
             lengths.append(is_answer.sum(1))
 
         yield write
         offsets = np.cumsum(np.concatenate(lengths))
-        scores_P = _mapped(scores_file, np.float32)
-        ids_P = _mapped(ids_file, np.int32)
+        with disk_errors(path):
+            scores_P = _mapped(scores_file, np.float32)
+            ids_P = _mapped(ids_file, np.int32)
         shape = (len(offsets) - 1, num_labels)
         matrix = sparse.csr_matrix((scores_P, ids_P, offsets), shape=shape)
         # The file takes its name when all of it is on the disk.
         with whole_file(path) as temporary, temporary.open("wb") as file:
             sparse.save_npz(file, matrix)
+
+
+def _unnamed_file(folder: Path, files: contextlib.ExitStack) -> IO[bytes]:
+    """A file that is gone when it is closed, as `files` does."""
+    file = TemporaryFile(dir=folder)  # noqa: SIM115
+
+    def close() -> None:
+        # A full disk was reported by the write; closing would write the rest once more.
+        with contextlib.suppress(OSError):
+            file.close()
+
+    files.callback(close)
+    return file
 
 
 def _npz_path(path: str | Path) -> Path:

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import zipfile
 from pathlib import Path
 from typing import BinaryIO
@@ -12,10 +13,12 @@ from dense_metrics import top_k
 from scipy import sparse
 
 from xmcray.errors import DataError, StorageError
+from xmcray.evaluation import predictions
 from xmcray.evaluation.predictions import (
     predictions_to_top_labels,
     read_predictions,
     write_predictions,
+    writing_predictions,
 )
 from xmcray.types import Ragged, TopLabels
 
@@ -123,3 +126,31 @@ def test_an_array_that_claims_more_than_its_file_holds_takes_no_memory(tmp_path:
             archive.writestr(name, body)
     with pytest.raises(DataError, match="expected numbers that fit"):
         read_predictions(path, 3, 4)
+
+
+def test_a_search_that_fails_is_no_fault_of_the_file_of_predictions(tmp_path: Path) -> None:
+    """Such as one that reads a bundle from a disk that fails, or whose folder for copies is full."""
+    for code in (errno.EIO, errno.ENOSPC, errno.EACCES):
+        with (
+            pytest.raises(OSError, match="elsewhere") as caught,
+            writing_predictions(tmp_path / "p", 3),
+        ):
+            raise OSError(code, os.strerror(code), "/elsewhere/labels")
+        assert not isinstance(caught.value, StorageError)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_while_answers_wait_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_file(**_: object) -> BinaryIO:
+        return Path("/dev/full").open("w+b", buffering=4096)
+
+    monkeypatch.setattr(predictions, "TemporaryFile", full_file)
+    answers = TopLabels(np.zeros((5000, 1), np.int64), np.ones((5000, 1), np.float32))
+    with (
+        pytest.raises(StorageError, match=r"no space left while writing .*p\.npz"),
+        writing_predictions(tmp_path / "p", 3) as write,
+    ):
+        write(answers)
+    assert not list(tmp_path.iterdir())
