@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -47,7 +45,7 @@ from xmcray.serving.problems import RETRY_AFTER_S, ProblemError
 from xmcray.serving.search_batch import MAX_BATCH_TEXTS, PendingSearch, SearchHits, find_hits
 from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
 from xmcray.serving.service import Service
-from xmcray.serving.settings import ServeConfig, num_searchers
+from xmcray.serving.settings import ServeConfig, num_searchers, with_absolute_paths
 from xmcray.serving.snapshot import EncodedTexts, Snapshot, SnapshotReference
 from xmcray.types import Float32Array
 
@@ -72,9 +70,7 @@ def build(args: Mapping[str, Any], address: Address | None = None) -> Applicatio
         address: where the ingress, of one replica then, listens itself; Ray Serve's proxy listens
             if None.
     """
-    config = build_config(ServeConfig, dict(args))
-    # Replicas may run in another working folder.
-    config = dataclasses.replace(config, state_dir=str(Path(config.state_dir).absolute()))
+    config = with_absolute_paths(build_config(ServeConfig, dict(args)))
     coordinator = _deployment(
         config,
         CoordinatorDeployment,

@@ -5,7 +5,8 @@ from a test.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from xmcray.config import check_choice, check_range
 from xmcray.errors import ConfigError
@@ -13,6 +14,7 @@ from xmcray.nn.compact import PRECISIONS
 from xmcray.retrieval.bundle import KIND, read_settings
 from xmcray.serving.schema import MAX_BODY, MAX_K, MAX_TEXTS
 from xmcray.storage.artifact import open_artifact
+from xmcray.storage.remote import is_url
 
 MODES = ("auto", "single", "composed")
 LONG_TEXTS = ("truncate", "refuse")
@@ -38,7 +40,8 @@ class ServeConfig:
         token_file: tokens of readers (security.py); made in `state_dir` if not given.
         admin_token_file: tokens of administrators; made in `state_dir` if not given.
         bundle_roots: folders and URLs below which administrators may swap in and write bundles, in
-            addition to the folders of `bundles` and `state_dir`.
+            addition to the folders of `bundles` and `state_dir`; a relative one counts from the
+            working folder of the command.
         upload: folder or URL for copies of the label log; no copies if not given.
         threads: threads of one process.
         search_nice: by how much the thread of searches gives way to the event loop, from 0 to 19 as
@@ -130,6 +133,21 @@ class ServeConfig:
         check_range("recall_floor", self.recall_floor, 0, 1)
         check_range("events_days", self.events_days, low=0.01)
         check_range("events_bytes", self.events_bytes, low=MIN_EVENT_BYTES)
+
+
+def with_absolute_paths(config: ServeConfig) -> ServeConfig:
+    """The settings whose paths of the coordinator no longer depend on the working folder.
+
+    Its process on Ray may run in another one than the command.
+    """
+    upload = config.upload and _absolute(config.upload)
+    roots = tuple(_absolute(root) for root in config.bundle_roots)
+    return replace(config, state_dir=_absolute(config.state_dir), upload=upload, bundle_roots=roots)
+
+
+def _absolute(location: str) -> str:
+    # What has "::" is a chain of file systems, which some settings refuse.
+    return location if is_url(location) or "::" in location else str(Path(location).absolute())
 
 
 def authority(host: str, port: int) -> str:

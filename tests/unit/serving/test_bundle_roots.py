@@ -13,7 +13,7 @@ from served import ADMIN, served
 from xmcray.errors import ConfigError
 from xmcray.serving.bundle_roots import BundleRoots
 from xmcray.serving.problems import ProblemError
-from xmcray.serving.settings import ServeConfig
+from xmcray.serving.settings import ServeConfig, with_absolute_paths
 
 
 def roots_of(folder: Path, *more: str) -> BundleRoots:
@@ -46,6 +46,20 @@ def test_a_root_that_is_not_there_is_a_warning(
     assert caplog.messages == [
         f"bundle_roots: {tmp_path}/lsited is not a folder, expected one; make it, or correct the setting"
     ]
+
+
+def test_relative_folders_count_from_the_working_folder_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator may run in another one."""
+    monkeypatch.chdir(tmp_path)
+    roots = ("listed", "/all", "s3://models", "reference::x")
+    config = with_absolute_paths(
+        ServeConfig(bundles={"a": "b"}, state_dir="state", upload="copy", bundle_roots=roots)
+    )
+    assert config.bundle_roots == (f"{tmp_path}/listed", "/all", "s3://models", "reference::x")
+    assert (config.state_dir, config.upload) == (f"{tmp_path}/state", f"{tmp_path}/copy")
+    assert with_absolute_paths(ServeConfig(bundles={"a": "b"})).upload is None
 
 
 def test_urls_below_a_root(tmp_path: Path) -> None:
