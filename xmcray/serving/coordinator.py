@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from xmcray.errors import XmcrayError
+from xmcray.retrieval.bundle import KIND
 from xmcray.serving import schema
 from xmcray.serving.bundle_roots import BundleRoots
 from xmcray.serving.compaction import write_compacted
@@ -36,6 +37,7 @@ from xmcray.serving.snapshot import Snapshot
 from xmcray.serving.source import SnapshotSource
 from xmcray.serving.state_folder import StateFolder
 from xmcray.serving.trial import check_successor
+from xmcray.storage.cache import release_copies
 
 log = logging.getLogger("xmcray.serving")
 T = TypeVar("T")
@@ -87,6 +89,7 @@ class SnapshotCoordinator(SnapshotSource):
             model = await self._in_loader(self._open, name)
             self._models[name] = model
             await self._in_loader(model.snapshot.probe, model.snapshot.probes)
+        await self._release_copies()
         if self._has_replicas:
             self._replicas.expect_reports()
 
@@ -151,7 +154,23 @@ class SnapshotCoordinator(SnapshotSource):
                 disk is full; the old bundle is served as before.
         """
         self._roots.check(request.bundle)
-        return await self._to_the_end(self._swap(self._models[name], request))
+        return await self._to_the_end(self._swap_and_release(self._models[name], request))
+
+    async def _swap_and_release(
+        self, model: _ServedModel, request: schema.SwapRequest
+    ) -> schema.SwapResponse:
+        try:
+            return await self._swap(model, request)
+        finally:
+            # Also the copy of a bundle that was refused.
+            await self._release_copies()
+
+    async def _release_copies(self) -> None:
+        """Lets copies of bundles that came from URLs be removed, but those that are served."""
+        # One that is being swapped in is not served yet.
+        if not any(model.swapping.locked() for model in self._models.values()):
+            in_use = [model.snapshot.folder for model in self._models.values()]
+            await self._in_loader(release_copies, KIND, in_use)
 
     async def _swap(self, model: _ServedModel, request: schema.SwapRequest) -> schema.SwapResponse:
         begin = time.monotonic()

@@ -14,9 +14,11 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from xmcray.errors import XmcrayError, one_line
+from xmcray.retrieval.bundle import KIND
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
 from xmcray.serving.decisions import Decision, Follow, ReplicaState, ServedBundle, Update
 from xmcray.serving.log_place import Commit, LogPlace
@@ -24,6 +26,7 @@ from xmcray.serving.problems import ProblemError
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot, SnapshotReference
 from xmcray.serving.source import SnapshotSource
+from xmcray.storage.cache import release_copies
 
 log = logging.getLogger("xmcray.serving")
 FOLLOW_S = 4.0  # longest wait for an update
@@ -120,9 +123,14 @@ class _FollowedModel:
         self.load = None
         self.loading = None
 
-    def forget(self, keep_s: float) -> None:
-        """Drops versions and snapshots that have not been needed for so long."""
+    def forget(self, keep_s: float) -> int:
+        """Drops versions and snapshots that have not been needed for so long.
+
+        Returns:
+            The number of versions.
+        """
         limit = time.monotonic() - keep_s
+        num_versions = len(self.newest)
         # Copies of the items, because the dictionaries shrink meanwhile.
         for version, since in list(self.dropped.items()):
             if since < limit:
@@ -131,6 +139,12 @@ class _FollowedModel:
         for (version, place), (since, _) in list(self.older.items()):
             if since <= limit or version not in self.newest:
                 self._forget_older((version, place))
+        return num_versions - len(self.newest)
+
+    def folders(self) -> set[Path]:
+        """Folders of the bundles that may answer."""
+        snapshots = [*self.newest.values(), *(snapshot for _, snapshot in self.older.values())]
+        return {snapshot.folder for snapshot in snapshots}
 
     def _forget_older(self, key: tuple[str, LogPlace]) -> None:
         del self.older[key]
@@ -243,8 +257,11 @@ class Follower(SnapshotSource):
                     await self._carry_out(name, update)
                 except XmcrayError as error:
                     failures.append(error)
+        num_forgotten = 0
         for model in self._models.values():
-            model.forget(self._config.keep_s)
+            num_forgotten += model.forget(self._config.keep_s)
+        if num_forgotten:
+            await self._release_copies()
         # Requests may wait for a version or an operation.
         if updates:
             async with self._changed:
@@ -332,6 +349,17 @@ class Follower(SnapshotSource):
             log.error("model %s: %s cannot be loaded (%s)", name, bundle.path, model.failure)
         model.drop_load()
         return True
+
+    async def _release_copies(self) -> None:
+        """Lets copies of bundles that came from URLs be removed, but those that may answer."""
+        in_use: set[Path] = set()
+        for model in self._models.values():
+            # The folder of a bundle that is being loaded is not known yet.
+            if model.load is not None:
+                return
+            in_use |= model.folders()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._loader, release_copies, KIND, in_use)
 
     @contextlib.asynccontextmanager
     async def _showing_presence(self) -> AsyncIterator[None]:

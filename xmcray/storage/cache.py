@@ -1,20 +1,35 @@
-"""This machine's copies of remote artifacts."""
+"""This machine's copies of remote artifacts.
+
+A process holds the copies that it has opened until it ends, or until it releases them, as a server
+does that loads one bundle after the other. Only copies that no process holds are ever removed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from xmcray.errors import StorageError
-from xmcray.storage.manifest import MANIFEST, FileEntry, hash_file, made_by, parse_manifest
+from xmcray.storage.manifest import (
+    MANIFEST,
+    FileEntry,
+    hash_file,
+    made_by,
+    parse_manifest,
+    read_manifest,
+)
 from xmcray.storage.path_errors import disk_errors
 from xmcray.storage.remote import filesystem_of, reaching
 from xmcray.storage.whole_files import fsync, publish
+
+NUM_UNUSED = 4  # copies of a kind that `release_copies` leaves though no process holds them
+_held: dict[Path, IO[str]] = {}  # copies that this process holds, and their locked files
 
 
 def cache_folder() -> Path:
@@ -31,6 +46,7 @@ def local_copy(source: str, kind: str) -> Path:
 
         CACHE/0123abcd...          a complete copy, named by the hash of its manifest
         CACHE/.0123abcd....part    a copy in progress; CACHE/.0123abcd....lock is held meanwhile
+        CACHE/.0123abcd....used    locked by every process that holds the copy
 
     Raises:
         StorageError: not an artifact, altered, or no room for it.
@@ -49,8 +65,7 @@ def local_copy(source: str, kind: str) -> Path:
     copy = cache / key
     with disk_errors(copy):
         cache.mkdir(parents=True, exist_ok=True)
-        with (cache / f".{key}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the system frees it when the process dies
+        with _locked(copy):
             if not copy.is_dir():
                 # A killed process may have left a part behind.
                 part = cache / f".{key}.part"
@@ -62,7 +77,74 @@ def local_copy(source: str, kind: str) -> Path:
                     publish(part, copy)
                 finally:
                     shutil.rmtree(part, ignore_errors=True)
+            _hold(copy)
     return copy
+
+
+def release_copies(kind: str, in_use: Collection[Path]) -> None:
+    """Holds only some copies from now on, and removes old ones that no process holds.
+
+    The newest ones stay, because they may be opened again.
+
+    Args:
+        kind: only artifacts of this kind are removed.
+        in_use: folders that this process goes on using; others than copies do no harm.
+    """
+    for copy in _held.keys() - set(in_use):
+        _held.pop(copy).close()
+    cache = cache_folder()
+    for copy in in_use:
+        # One that was released between its load and its use is held again.
+        if copy.parent == cache and copy not in _held:
+            with contextlib.suppress(OSError), _locked(copy):
+                _hold(copy)
+    unused = []
+    with contextlib.suppress(OSError):
+        unused = [copy for copy in cache.iterdir() if _is_unused(copy, kind)]
+    unused.sort(key=_last_used)
+    for copy in unused[:-NUM_UNUSED]:
+        # What cannot be removed is tried again another time.
+        with contextlib.suppress(OSError), _locked(copy):
+            # Another process may have opened it meanwhile.
+            if _is_unused(copy, kind):
+                part = copy.with_name(f".{copy.name}.part")
+                copy.rename(part)
+                shutil.rmtree(part)
+
+
+@contextlib.contextmanager
+def _locked(copy: Path) -> Iterator[None]:
+    """Keeps other processes from making, opening or removing a copy."""
+    with copy.with_name(f".{copy.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system frees it when the process dies
+        yield
+
+
+def _hold(copy: Path) -> None:
+    """Keeps other processes from removing a copy, which is locked meanwhile."""
+    if copy not in _held:
+        used = copy.with_name(f".{copy.name}.used").open("w")
+        # Others lock this file for themselves for a moment at most.
+        fcntl.flock(used, fcntl.LOCK_SH)
+        _held[copy] = used
+    os.utime(_held[copy].fileno())
+
+
+def _is_unused(copy: Path, kind: str) -> bool:
+    """Whether a folder is a copy of a kind that no process holds."""
+    if copy.name.startswith("."):  # a copy in progress
+        return False
+    try:
+        read_manifest(copy, kind)
+        with copy.with_name(f".{copy.name}.used").open("a") as used:
+            fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (StorageError, OSError):
+        return False
+    return True
+
+
+def _last_used(copy: Path) -> float:
+    return copy.with_name(f".{copy.name}.used").stat().st_mtime
 
 
 def _copy_files(

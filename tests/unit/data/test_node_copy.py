@@ -25,7 +25,8 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
 
 
 def copies(tmp_path: Path) -> list[str]:
-    return [path.name for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")]
+    paths = (tmp_path / "cache").iterdir()
+    return [path.name for path in paths if not path.name.endswith((".lock", ".used"))]
 
 
 class Counting(LocalFileSystem):  # type: ignore[misc]

@@ -1,0 +1,110 @@
+"""Copies of bundles that came from URLs do not pile up, and those that someone uses stay."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+from bundles import write_bundle_of
+from served import ADMIN, served
+
+from xmcray.retrieval.bundle import KIND
+from xmcray.retrieval.labels import remove_labels
+from xmcray.serving import follower
+from xmcray.storage import cache
+from xmcray.storage.artifact import open_artifact
+from xmcray.storage.cache import NUM_UNUSED, local_copy, release_copies
+
+HOLDER = """
+import sys
+from xmcray.storage.cache import local_copy
+print(local_copy(sys.argv[1], "bundle"), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("XMCRAY_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The same labels, less a different one each time."""
+    folder = tmp_path_factory.mktemp("cached")
+    made = [write_bundle_of(folder / "b", "texts")]
+    for number in range(NUM_UNUSED + 2):
+        made.append(folder / f"b{number}")
+        remove_labels(made[0], [f"u{number}"], made[-1])
+    return made
+
+
+def copies(folder: Path) -> set[Path]:
+    return {path for path in folder.iterdir() if not path.name.startswith(".")}
+
+
+def test_copies_that_another_process_holds_stay(bundles: list[Path], cached: Path) -> None:
+    urls = [f"file://{path}" for path in bundles]
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, urls[0]],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdout
+        theirs = Path(holder.stdout.readline().strip())
+        ours = [local_copy(url, KIND) for url in urls[1:]]
+        other_kind = cached / "predicting-1"
+        other_kind.mkdir()
+        release_copies("corpus", ours)
+        release_copies(KIND, ours)
+        assert copies(cached) == {theirs, *ours, other_kind}, "all are held"
+        release_copies(KIND, ours[:1])
+        # The first one is in use here, and of the others the newest stay.
+        assert copies(cached) == {theirs, ours[0], *ours[-NUM_UNUSED:], other_kind}
+        holder.communicate()
+    release_copies(KIND, ours[:1])
+    assert copies(cached) == {ours[0], *ours[-NUM_UNUSED:], other_kind}
+    release_copies(KIND, [])
+    assert copies(cached) == {*ours[-NUM_UNUSED:], other_kind}
+    # A copy that is gone is made again.
+    assert open_artifact(urls[0], KIND)[0] == theirs
+    assert theirs in cache._held
+
+
+async def test_a_server_keeps_what_it_serves_and_the_newest_copies(
+    bundles: list[Path], cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower, "FOLLOW_S", 0.05)  # replicas look at what they may drop
+    filesystem = fsspec.filesystem("memory")
+    for path in bundles:
+        filesystem.put(str(path), f"/cached/{path.name}", recursive=True)
+    paths = {"default": bundles[0], "other": bundles[0]}
+    roots = ("memory://cached",)
+    try:
+        async with served(tmp_path, paths, bundle_roots=roots, keep_s=0.0) as one:
+            for number, path in enumerate(bundles):
+                name = "default" if number else "other"
+                body = {"bundle": f"memory://cached/{path.name}", "model": name, "recall_floor": 0}
+                answer = await one.ask("/admin/v1/swap", body, ADMIN)
+                assert answer.status_code == 200, answer.text
+            # Two are served.
+            async with asyncio.timeout(20):
+                while len(copies(cached)) > 2 + NUM_UNUSED:
+                    await asyncio.sleep(0.05)
+            in_use = {one.admin.current(name).folder for name in paths}
+            assert in_use <= copies(cached)
+            assert in_use <= cache._held.keys()
+            for name in paths:
+                await one.search(["sort"], model=name)
+            body = {"out": str(tmp_path / "state" / "compacted"), "model": "other"}
+            answer = await one.ask("/admin/v1/compact", body, ADMIN)
+            assert answer.status_code == 200, answer.text
+    finally:
+        filesystem.rm("/cached", recursive=True)
