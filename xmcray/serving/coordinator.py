@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from xmcray.errors import XmcrayError
+from xmcray.errors import StorageError, XmcrayError
 from xmcray.retrieval.bundle import KIND
 from xmcray.serving import schema
 from xmcray.serving.bundle_roots import BundleRoots
@@ -340,7 +340,13 @@ class SnapshotCoordinator(SnapshotSource):
         """Loads the bundle and replays the log."""
         folder = StateFolder(self._config, name)
         bundle, expected = folder.bundle()
-        snapshot = self._load(name, bundle)
+        try:
+            snapshot = self._load(name, bundle)
+        except StorageError as error:
+            if expected is None:
+                raise
+            # The command names another bundle.
+            raise StorageError(f"{error}; {folder.swap_advice}") from None
         # Served all the same: the operator may have written the bundle anew on purpose.
         if expected not in (None, snapshot.version):
             log.warning("model %s: %s has changed since it was swapped in", name, bundle)

@@ -70,6 +70,14 @@ class StateFolder:
         head = {"configured": self._configured, "bundle": bundle, "version": version}
         write_json(self._head_file, head)
 
+    @property
+    def swap_advice(self) -> str:
+        """What to do if the bundle that was swapped in cannot be loaded."""
+        return (
+            f"it was swapped in last: put it back, or remove {self._head_file} to serve"
+            f" {self._configured}"
+        )
+
     def forget_swap(self) -> None:
         """Forgets what was swapped in, because another bundle was configured and is served now."""
         if self._head_file.exists():

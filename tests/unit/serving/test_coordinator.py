@@ -197,6 +197,29 @@ async def test_a_damaged_record_of_a_swap_ends_the_start_with_one_line(
                 pass
 
 
+async def test_a_start_without_the_bundle_that_was_swapped_in_says_how_to_go_on(
+    bundle: Path, other: Path, tmp_path: Path
+) -> None:
+    swapped = tmp_path / "swapped"
+    shutil.copytree(other, swapped)
+    async with served(tmp_path, {"default": bundle}) as one:
+        await one.change({"op": "add", "uid": "n1", "text": "sort join"})
+        body = {"bundle": str(swapped), "recall_floor": 0}
+        assert (await one.ask("/admin/v1/swap", body, ADMIN)).status_code == 200
+    shutil.rmtree(swapped)
+    head = tmp_path / "state" / "default" / "head.json"
+    with pytest.raises(StorageError) as caught:
+        async with served(tmp_path, {"default": bundle}):
+            pass
+    assert str(caught.value) == (
+        f"{swapped} does not exist; expected a bundle folder; it was swapped in last: put it back,"
+        f" or remove {head} to serve {bundle}"
+    )
+    head.unlink()
+    async with served(tmp_path, {"default": bundle}) as one:
+        assert one.models.current(None).label_id("n1") is not None
+
+
 async def test_a_bundle_that_was_changed_in_place_is_not_compacted(
     bundle: Path, tmp_path: Path
 ) -> None:
