@@ -91,7 +91,8 @@ def release_copies(kind: str, in_use: Collection[Path]) -> None:
         in_use: folders that this process goes on using; others than copies do no harm.
     """
     for copy in _held.keys() - set(in_use):
-        _held.pop(copy).close()
+        with contextlib.suppress(KeyError):  # another thread was first
+            _held.pop(copy).close()
     cache = cache_folder()
     for copy in in_use:
         # One that was released between its load and its use is held again.
@@ -99,9 +100,10 @@ def release_copies(kind: str, in_use: Collection[Path]) -> None:
             with contextlib.suppress(OSError), _locked(copy):
                 _hold(copy)
     unused = []
+    # The user may empty the cache meanwhile.
     with contextlib.suppress(OSError):
-        unused = [copy for copy in cache.iterdir() if _is_unused(copy, kind)]
-    unused.sort(key=_last_used)
+        copies = [copy for copy in cache.iterdir() if _is_unused(copy, kind)]
+        unused = sorted(copies, key=_last_used)
     for copy in unused[:-NUM_UNUSED]:
         # What cannot be removed is tried again another time.
         with contextlib.suppress(OSError), _locked(copy):
@@ -122,12 +124,15 @@ def _locked(copy: Path) -> Iterator[None]:
 
 def _hold(copy: Path) -> None:
     """Keeps other processes from removing a copy, which is locked meanwhile."""
-    if copy not in _held:
-        used = copy.with_name(f".{copy.name}.used").open("w")
-        # Others lock this file for themselves for a moment at most.
-        fcntl.flock(used, fcntl.LOCK_SH)
-        _held[copy] = used
-    os.utime(_held[copy].fileno())
+    # Opened anew each time: the user may have emptied the cache since. Its time becomes now.
+    used = copy.with_name(f".{copy.name}.used").open("w")
+    # Others lock this file for themselves for a moment at most.
+    fcntl.flock(used, fcntl.LOCK_SH)
+    os.utime(used.fileno())
+    before = _held.get(copy)
+    _held[copy] = used
+    if before is not None:
+        before.close()
 
 
 def _is_unused(copy: Path, kind: str) -> bool:

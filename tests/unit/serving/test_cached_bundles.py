@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,17 @@ def test_copies_that_another_process_holds_stay(bundles: list[Path], cached: Pat
     # A copy that is gone is made again.
     assert open_artifact(urls[0], KIND)[0] == theirs
     assert theirs in cache._held
+
+
+def test_a_cache_that_was_emptied_is_filled_again(bundles: list[Path], cached: Path) -> None:
+    url = f"file://{bundles[0]}"
+    copy = local_copy(url, KIND)
+    shutil.rmtree(cached)
+    release_copies(KIND, [copy])
+    assert local_copy(url, KIND) == copy
+    assert not cache._is_unused(copy, KIND), "the new copy is held as the first one was"
+    release_copies(KIND, [])
+    assert cache._is_unused(copy, KIND)
 
 
 async def test_a_server_keeps_what_it_serves_and_the_newest_copies(
