@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,70 +60,91 @@ def reranker(corpus: Corpus, run: Path, tmp_path_factory: pytest.TempPathFactory
     return folder / "r"
 
 
-def test_it_is_a_cross_encoder_of_transformers(reranker: Path) -> None:
-    scores = CrossEncoder.load(str(reranker)).score([("w1x0", "w2x0"), ("w3x0 w3x1 w4x2", "w1x0")])
-    again = CrossEncoder.load(str(reranker)).score([("w3x0 w3x1 w4x2", "w1x0"), ("w1x0", "w2x0")])
-    np.testing.assert_allclose(scores, again[::-1], atol=1e-6)
+def uids_of(answers: Iterable[Any]) -> list[str]:
+    return [answer.uid for answer in answers]
+
+
+def test_scores_do_not_depend_on_the_order_of_the_pairs(reranker: Path) -> None:
+    pairs = [("w1x0", "w2x0"), ("w3x0 w3x1 w4x2", "w1x0")]
+    scores = CrossEncoder.load(str(reranker)).score(pairs)
+    backwards = CrossEncoder.load(str(reranker)).score(pairs[::-1])
+    np.testing.assert_allclose(scores, backwards[::-1], atol=1e-6)
 
 
 def test_answers_are_ordered_by_both_scores(run: Path, reranker: Path) -> None:
     plain = Retriever.load(run / "bundle")
-    reordered = plain.reranked_by(reranker)
-    assert reordered.reranker is not None
-    encoder = reordered.reranker.encoder
+    trained = Reranker.load(str(reranker))
+    encoder = trained.encoder
     assert encoder is not None
-    config = reordered.reranker.config
-    for query, answers in zip(QUERIES, reordered.search(QUERIES, 5), strict=True):
-        (read,) = plain.search([query], config.candidates)
-        pair_scores = encoder.score([(query, label.text) for label in read])
-        sums = pair_scores + config.weight * np.float32([label.score for label in read])
+    # Training may find a weight of 0 best, with which the bundle's own scores would not count.
+    config = replace(trained.config, weight=2.0)
+    reranked = replace(plain, reranker=replace(trained, config=config))
+
+    for query, answers in zip(QUERIES, reranked.search(QUERIES, 5), strict=True):
+        (candidates,) = plain.search([query], config.candidates)
+        pair_scores = encoder.score([(query, label.text) for label in candidates])
+        retriever_scores = np.float32([label.score for label in candidates])
+        sums = pair_scores + config.weight * retriever_scores
         best = np.argsort(-sums, kind="stable")[:5]
-        assert [label.uid for label in answers] == [read[place].uid for place in best]
-        np.testing.assert_allclose([label.score for label in answers], sums[best], atol=1e-5)
+        assert uids_of(answers) == uids_of(candidates[place] for place in best)
+        scores = [label.score for label in answers]
+        np.testing.assert_allclose(scores, sums[best], atol=1e-5)
 
 
 def test_labels_that_were_not_read_keep_their_places_behind_the_others() -> None:
     top = TopLabels(np.array([[4, 2, 7, 1, -1]]), np.float32([[9, 8, 7, 6, -np.inf]]))
     reranker = Reranker(encoder=None, config=RerankConfig(candidates=2))
+
+    # The scores of labels 4 and 2, the two candidates: the second one is better.
     reordered = reranker.with_scores(top, np.float32([[-3, 5]]))
+
     assert reordered.ids.tolist() == [[2, 4, 7, 1, -1]]
     assert np.all(np.diff(reordered.scores[0, :4]) < 0)
 
 
-async def test_evaluation_and_serving_use_it(
-    run: Path, reranker: Path, corpus: Corpus, tmp_path: Path
+def test_evaluation_measures_the_reranked_answers(
+    run: Path, reranker: Path, corpus: Corpus
 ) -> None:
-    reordered = Retriever.load(run / "bundle").reranked_by(reranker)
-    measured = measure_bundle(reordered, corpus, "test").metrics["P@1"]
+    reranked = Retriever.load(run / "bundle").reranked_by(reranker)
+
+    measured = measure_bundle(reranked, corpus, "test").metrics["P@1"]
+
     split = corpus.split("test")
     rows = np.arange(len(split))
-    best = reordered.top_labels(split.texts(rows), 1).ids[:, 0]
+    best = reranked.top_labels(split.texts(rows), 1).ids[:, 0]
     positives = split.positives(rows)
-    hits = [best[row] in positives[row] for row in rows]
-    assert measured == pytest.approx(np.mean(hits), abs=1e-6)
+    is_hit = [best[row] in positives[row] for row in rows]
+    assert measured == pytest.approx(np.mean(is_hit), abs=1e-6)
 
-    bundles = {"m": run / "bundle"}
-    async with served(tmp_path, bundles, rerank=str(reranker)) as one:
+
+async def test_serving_gives_the_reranked_answers(
+    run: Path, reranker: Path, tmp_path: Path
+) -> None:
+    expected = Retriever.load(run / "bundle").reranked_by(reranker).search(QUERIES, 5)
+    request = SearchRequest(texts=QUERIES, k=5)
+
+    async with served(tmp_path, {"m": run / "bundle"}, rerank=str(reranker)) as server:
         # A replica follows the coordinator; a server in one process answers from it.
-        for service in (one.service, Service(one.service.config, one.admin)):
-            request = SearchRequest(texts=QUERIES, k=5)
-            results = (await service.search(request, "test")).results
-            for result, wanted in zip(results, reordered.search(QUERIES, 5), strict=True):
-                assert [a.uid for a in result.answers] == [label.uid for label in wanted]
+        replica = server.service
+        in_one_process = Service(replica.config, server.admin)
+        for service in (replica, in_one_process):
+            response = await service.search(request, "test")
+            for result, labels in zip(response.results, expected, strict=True):
+                assert uids_of(result.answers) == uids_of(labels)
 
 
 def test_in_the_composed_mode_another_process_reads(
     run: Path, reranker: Path, tmp_path: Path
 ) -> None:
     """The gateway loads no cross-encoder, and answers as one process does."""
-    reordered = Retriever.load(run / "bundle").reranked_by(reranker)
-    assert reordered.reranker is not None
+    reranked = Retriever.load(run / "bundle").reranked_by(reranker)
+    assert reranked.reranker is not None
     whole = Snapshot.load(str(run / "bundle"), "m", threads=1)
     gateway = Snapshot.load(str(run / "bundle"), "m", 1, NO_SHARDS, rerank=str(reranker))
     assert gateway.retriever.reranker is not None
     assert gateway.retriever.reranker.encoder is None
     num_pairs: list[int] = []
-    encoder = CrossEncoder.load(str(reranker), reordered.reranker.config.max_len)
+    encoder = CrossEncoder.load(str(reranker), reranked.reranker.config.max_len)
 
     class Source(SnapshotSource):
         def snapshots(self) -> dict[str, Snapshot | None]:
@@ -143,11 +166,14 @@ def test_in_the_composed_mode_another_process_reads(
     config = ServeConfig(bundles={"m": str(run / "bundle")}, state_dir=str(tmp_path))
     service = Service(config, Source(), Backend())
     request = SearchRequest(texts=QUERIES[:1], k=5, fields=["uid", "score"])
+
     (result,) = asyncio.run(service.search(request, "test")).results
-    (wanted,) = reordered.search(QUERIES[:1], 5)
-    assert [a.uid for a in result.answers] == [label.uid for label in wanted]
-    assert [a.score for a in result.answers] == [label.score for label in wanted]
-    assert num_pairs == [reordered.reranker.config.candidates]
+
+    (expected,) = reranked.search(QUERIES[:1], 5)
+    assert uids_of(result.answers) == uids_of(expected)
+    scores = [answer.score for answer in result.answers]
+    assert scores == [label.score for label in expected]
+    assert num_pairs == [reranked.reranker.config.candidates]
 
 
 def test_a_model_with_several_outputs_is_refused(tmp_path: Path) -> None:
