@@ -1,5 +1,6 @@
 """PRIME's start values, moving centroids, draws and loss against plain loops; its state in checkpoints and bundles."""
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -22,6 +23,7 @@ from xmcray.training.export import export_run
 from xmcray.training.launch import train
 from xmcray.training.loop import Setup, build
 from xmcray.training.run import RunConfig
+from xmcray.types import Float32Array, Int64Array, Ragged
 
 SETTINGS = [
     "encoder.dim=8",
@@ -45,46 +47,98 @@ def built(corpus: Corpus, *extra: str) -> tuple[Setup, Prime]:
 
 
 def start_vectors(setup: Setup, ids: Any) -> torch.Tensor:
-    encoder = setup.stepper.encoder
+    """Unit vectors of texts by the encoder as it is now."""
+    tokens = setup.data.tokens(np.asarray(ids))
     with torch.no_grad():
-        return F.normalize(encoder(setup.data.tokens(np.asarray(ids))), dim=-1)
+        return F.normalize(setup.stepper.encoder(tokens), dim=-1)
+
+
+def label_start_vectors(setup: Setup, labels: Any) -> torch.Tensor:
+    # Label texts come behind the texts of the queries.
+    return start_vectors(setup, setup.data.num_train + labels)
+
+
+def membership(rows: Ragged, labels: Int64Array) -> torch.Tensor:
+    """bool [rows, labels]: whether a row holds a label."""
+    is_member = [np.isin(labels, rows[row]) for row in range(len(rows))]
+    return torch.from_numpy(np.stack(is_member))
 
 
 def test_centroids_start_as_means_and_move_with_every_query(corpus: Corpus) -> None:
     setup, method = built(corpus, "optim.lr=0", "optim.token_lr=0", "data.validation=0.4")
-    data, part = setup.data, setup.partition
+    data = setup.data
+    num_labels = setup.partition.num_labels
+    # A label without queries starts as its own text.
+    expected = label_start_vectors(setup, np.arange(num_labels))
     positives = data.positives(data.query_ids[:])
-    expected = start_vectors(setup, data.num_train + np.arange(part.num_labels))
     vectors = start_vectors(setup, data.query_ids[:])
-    for label in range(part.num_labels):
+    for label in range(num_labels):
         queries = positives.row_ids[positives.values == label]
         if len(queries):
             expected[label] = vectors[queries].mean(dim=0)
+
     batch = setup.sampler.batch(0, 0, 1)
     setup.stepper.step(batch, None)
+
+    # Learning rates are 0, so the encoder gives the vectors that the step has seen.
     vectors = start_vectors(setup, batch.query_ids)
     for query, label in zip(batch.positives.row_ids, batch.positives.values, strict=True):
         expected[label] = 0.95 * expected[label] + 0.05 * vectors[query]
     torch.testing.assert_close(method.centroid_SD, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_clusters_that_share_a_free_vector_differ_by_at_most_one_label(corpus: Corpus) -> None:
+    _, method = built(corpus)
     sizes = torch.bincount(method.cluster_S, minlength=4)
     assert sizes.max() - sizes.min() <= 1
 
 
 def triplets(
-    score: torch.Tensor, positive: torch.Tensor, true: torch.Tensor, count: int
+    score_AO: torch.Tensor, drawn_AO: torch.Tensor, positive_AO: torch.Tensor, count: int
 ) -> torch.Tensor:
-    """Mean over anchors of the weighted sum over the hardest negatives, in plain loops."""
-    total = []
-    for s, drawn, known in zip(score, positive, true, strict=True):
-        negative = s[~known].sort(descending=True).values[:count]
-        of_anchor = []
-        for s_p in s[drawn]:
-            term = (negative - s_p + (s_p - negative).abs().clamp(0.1, 0.3)).clamp_min(0)
-            violating = negative[term > 0]
-            weight = (violating / 0.1).softmax(dim=0)
-            of_anchor.append((weight * term[term > 0]).sum())
-        total.append(torch.stack(of_anchor).mean())
-    return torch.stack(total).mean()
+    """Mean over anchors of the weighted sum over the hardest negatives, in plain loops.
+
+    Args:
+        score_AO: of A anchors with O others.
+        drawn_AO: positives that are pulled.
+        positive_AO: all of them, which are no negatives.
+        count: negatives of an anchor.
+    """
+    anchor_losses = []
+    for score_O, drawn_O, positive_O in zip(score_AO, drawn_AO, positive_AO, strict=True):
+        hardest = score_O[~positive_O].sort(descending=True).values[:count]
+        pair_losses = []
+        for score in score_O[drawn_O]:
+            margin = (score - hardest).abs().clamp(0.1, 0.3)
+            cost = (hardest - score + margin).clamp_min(0)
+            violates = cost > 0
+            weight = (hardest[violates] / 0.1).softmax(dim=0)
+            pair_losses.append((weight * cost[violates]).sum())
+        anchor_losses.append(torch.stack(pair_losses).mean())
+    return torch.stack(anchor_losses).mean()
+
+
+def mean_of_positive(values: list[torch.Tensor]) -> float:
+    costs = torch.cat(values)
+    return float(costs[costs > 0].mean())
+
+
+def regulariser(
+    text_BS: torch.Tensor,
+    prototype_BS: torch.Tensor,
+    drawn_BS: torch.Tensor,
+    known_BS: torch.Tensor,
+) -> float:
+    """Prototypes lie nearer to queries than texts of positives, and farther than those of negatives."""
+    nearer = []
+    farther = []
+    for text_S, prototype_S, drawn_S, known_S in zip(
+        text_BS, prototype_BS, drawn_BS, known_BS, strict=True
+    ):
+        nearer.append(F.relu(text_S - prototype_S + 0.1)[drawn_S])
+        hardest = prototype_S.masked_fill(known_S, -np.inf).topk(5).indices
+        farther.append(F.relu(prototype_S - text_S + 0.1)[hardest])
+    return (mean_of_positive(nearer) + mean_of_positive(farther)) / 2
 
 
 def test_the_loss_is_that_of_plain_loops(corpus: Corpus) -> None:
@@ -94,78 +148,85 @@ def test_the_loss_is_that_of_plain_loops(corpus: Corpus) -> None:
     batch = setup.sampler.batch(0, 0, 1)
     drawn = method._draw_positives(batch)
     assert (drawn.lengths == 1).all()
+    # Only labels that some query has drawn are in the batch.
     labels = np.unique(drawn.values)
-    query = start_vectors(setup, batch.query_ids)
-    text, prototype = (
-        start_vectors(setup, setup.data.num_train + labels),
-        method.answer_rows()[labels],
-    )
-    true = torch.from_numpy(
-        np.stack([np.isin(labels, batch.positives[i]) for i in range(len(query))])
-    )
-    assert true.sum() > len(query), (
+    drawn_BS = membership(drawn, labels)
+    positive_BS = membership(batch.positives, labels)
+    known_BS = positive_BS | membership(batch.excluded, labels)
+    assert positive_BS.sum() > len(batch.query_ids), (
         "no positive was left out of the draw: the comparison would show little"
     )
-    known = true | torch.from_numpy(
-        np.stack([np.isin(labels, batch.excluded[i]) for i in range(len(query))])
-    )
-    picked = torch.from_numpy(np.stack([np.isin(labels, drawn[i]) for i in range(len(query))]))
-    b, s = query @ prototype.T, query @ text.T
-    expected = (
-        triplets(b, picked, known, 5)
-        + triplets(s, picked, known, 5)
-        + triplets(s.T, picked.T, known.T, 5)
-    )
-    near, far = [], []
-    for i in range(len(query)):
-        near += [float(v) for v in F.relu(s[i] - b[i] + 0.1)[picked[i]]]
-        hardest = b[i].masked_fill(known[i], -np.inf).topk(5).indices
-        far += [float(v) for v in F.relu(b[i] - s[i] + 0.1)[hardest]]
-    expected = (
-        expected + 0.1 * sum(float(np.mean([v for v in part if v > 0])) for part in (near, far)) / 2
-    )
+    query_BD = start_vectors(setup, batch.query_ids)
+    prototype_score_BS = query_BD @ method.answer_rows()[labels].T
+    text_score_BS = query_BD @ label_start_vectors(setup, labels).T
+
     output = method.loss(batch, None)
+
+    expected = (
+        triplets(prototype_score_BS, drawn_BS, known_BS, 5)
+        + triplets(text_score_BS, drawn_BS, known_BS, 5)
+        + triplets(text_score_BS.T, drawn_BS.T, known_BS.T, 5)
+        + 0.1 * regulariser(text_score_BS, prototype_score_BS, drawn_BS, known_BS)
+    )
     loss = output.total / output.divisor
     torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-12)
+
+
+def propensity_weights(corpus: Corpus) -> Float32Array:
+    card = corpus.card
+    counts = corpus.train_counts[corpus.label_order]
+    return inverse_propensity(counts, card.num_train, card.propensity_a, card.propensity_b)
+
+
+def test_positives_are_drawn_by_their_inverse_propensity(corpus: Corpus) -> None:
+    setup, method = built(corpus)
+    labels = setup.sampler.batch(0, 0, 1).positives.values
+    weight_L = propensity_weights(corpus)
+    assert len(weight_L) == setup.data.num_labels
+    np.testing.assert_array_equal(method.draw_weights(labels), weight_L[labels])
 
 
 def test_rare_positives_are_drawn_more_often(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup, method = built(corpus, "method.num_positives=1")
-    data, card = setup.data, corpus.card
-    counts = corpus.train_counts[corpus.label_order]
-    weight = inverse_propensity(counts, card.num_train, card.propensity_a, card.propensity_b)
-    batch = setup.sampler.batch(0, 0, 1)
-    drawn_with = method.draw_weights(batch.positives.values)
-    np.testing.assert_array_equal(drawn_with, weight[batch.positives.values])
+    weight_L = propensity_weights(corpus)
     # Sharper, so that fewer draws show it.
-    monkeypatch.setattr(method, "draw_weights", lambda labels: weight[labels] ** 8)
-    expected = found = uniform = 0.0
+    monkeypatch.setattr(method, "draw_weights", lambda labels: weight_L[labels] ** 8)
+    batch = setup.sampler.batch(0, 0, 1)
+
+    # The sum of the logarithms of the weights that were drawn.
+    observed = 0.0
     for step in range(200):
-        batch = setup.sampler.batch(0, 0, 1)
-        batch = type(batch)(**{**{f: getattr(batch, f) for f in batch.__slots__}, "step": step})
-        drawn = method._draw_positives(batch)
-        found += np.log(weight[drawn.values]).sum()
-        for i in range(len(batch.query_ids)):
-            own = weight[batch.positives[i]]
-            expected += float(own**8 / (own**8).sum() @ np.log(own))
-            uniform += float(np.log(own).mean())
-    assert data.num_labels == len(weight)
-    assert abs(found - expected) < 0.1 * abs(expected - uniform)
+        drawn = method._draw_positives(dataclasses.replace(batch, step=step))
+        observed += np.log(weight_L[drawn.values]).sum()
+
+    # Its expected value, with probabilities by the weights and with equal ones.
+    expected = 0.0
+    uniform = 0.0
+    for query in range(len(batch.query_ids)):
+        weight_P = weight_L[batch.positives[query]]
+        probability_P = weight_P**8 / (weight_P**8).sum()
+        expected += 200 * float(probability_P @ np.log(weight_P))
+        uniform += 200 * float(np.log(weight_P).mean())
+    assert abs(observed - expected) < 0.1 * abs(expected - uniform)
 
 
-def test_settings_that_cannot_be_are_refused_or_clipped(
-    corpus: Corpus, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(
-        ConfigError, match=r"free_vectors is 48, expected a power of two; take 32 or 64"
-    ):
+def test_settings_that_cannot_be_are_refused() -> None:
+    message = r"free_vectors is 48, expected a power of two; take 32 or 64"
+    with pytest.raises(ConfigError, match=message):
         PrimeConfig(free_vectors=48)
     with pytest.raises(ConfigError, match=r"gamma_max"):
         PrimeConfig(gamma_min=0.3, gamma_max=0.1)
+
+
+def test_more_free_vectors_than_labels_are_clipped(
+    corpus: Corpus, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         _, method = built(corpus, "method.free_vectors=64")
+
+    # 16 is the largest power of two of at most 23 labels.
     assert method.network.bank.weight.shape == (16, 8)
     assert "free_vectors is 64, clipped to 16 for 23 labels" in caplog.text
 
@@ -175,6 +236,7 @@ def test_labels_without_any_text_are_refused(tmp_path: Path) -> None:
     lines = [json.dumps({"uid": f"label{label}", "text": ""}) for label in range(5)]
     (tmp_path / "raw" / "labels.jsonl").write_text("\n".join(lines) + "\n")
     bare = corpus_of(tmp_path / "raw", tmp_path / "bare", vocab_size=2000)
+
     with pytest.raises(DataError, match="no label text"):
         built(bare)
 
@@ -189,22 +251,23 @@ def test_a_batch_of_one_has_no_negative_and_no_nan(corpus: Corpus) -> None:
 
 def weights(folder: Path, corpus: Corpus, stop: int) -> dict[str, torch.Tensor]:
     """Everything a run that goes on from its folder's checkpoint, if there is one, has after `stop` steps."""
-    config = RunConfig.resolve(
-        "prime", {}, [*SETTINGS, "optim.precision=float32", "log.checkpoint_every=2"]
-    )
+    settings = [*SETTINGS, "optim.precision=float32", "log.checkpoint_every=2"]
+    config = RunConfig.resolve("prime", {}, settings)
     setup = trained(folder, corpus, config, stop)
-    state = {
-        f"{m}.{k}": v
-        for m, module in setup.stepper.modules.items()
-        for k, v in module.state_dict().items()
-    }
-    return {**state, **setup.method.state_tensors(), "rows": setup.method.answer_rows()}
+    state = {}
+    for module_name, module in setup.stepper.modules.items():
+        for name, value in module.state_dict().items():
+            state[f"{module_name}.{name}"] = value
+    state.update(setup.method.state_tensors())
+    state["rows"] = setup.method.answer_rows()
+    return state
 
 
 def test_a_run_goes_on_byte_by_byte(corpus: Corpus, tmp_path: Path) -> None:
     whole = weights(tmp_path / "whole", corpus, 6)
     weights(tmp_path / "cut", corpus, 4)
-    for name, value in weights(tmp_path / "cut", corpus, 6).items():
+    resumed = weights(tmp_path / "cut", corpus, 6)
+    for name, value in resumed.items():
         assert torch.equal(value, whole[name]), name
 
 
@@ -212,11 +275,14 @@ def test_a_bundle_answers_with_prototypes(corpus: Corpus, tmp_path: Path) -> Non
     config = RunConfig.resolve("prime", {}, [*SETTINGS, "optim.precision=float32"])
     run = train(corpus.path, tmp_path / "run", config)
     export_run(run, tmp_path / "bundle")
-    after = weights(tmp_path / "same", corpus, run.result()["steps"])["rows"].numpy()  # type: ignore[index]
-    tokens = corpus.split("test").tokens(np.arange(9))
     retriever = Retriever.load(tmp_path / "bundle")
+    tokens = corpus.split("test").tokens(np.arange(9))
+
     top = retriever.top_labels(tokens, 23, exact=True)
-    score_QL = (retriever.encode(tokens) @ after.T)[:, corpus.label_rank]
-    np.testing.assert_allclose(
-        top.scores, np.take_along_axis(score_QL, top.ids, 1), rtol=1e-5, atol=1e-6
-    )
+
+    num_steps = run.result()["steps"]
+    prototype_LD = weights(tmp_path / "same", corpus, num_steps)["rows"].numpy()  # type: ignore[arg-type]
+    # Prototypes are in the order of the shards, answers name labels of the corpus.
+    score_QL = (retriever.encode(tokens) @ prototype_LD.T)[:, corpus.label_rank]
+    expected = np.take_along_axis(score_QL, top.ids, 1)
+    np.testing.assert_allclose(top.scores, expected, rtol=1e-5, atol=1e-6)
