@@ -2,13 +2,14 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from xmcray.data.tokens import train_wordpiece
+from xmcray.data.tokens import TextTokenizer, train_wordpiece
 from xmcray.errors import BundleError, ConfigError, DataError, StorageError
-from xmcray.nn.encoder import EncoderConfig, build_encoder
+from xmcray.nn.encoder import Encoder, EncoderConfig, build_encoder
 from xmcray.nn.heads import Head, NormalisedHead
 from xmcray.retrieval.bundle import read_settings, write_settings
 from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
@@ -18,31 +19,40 @@ from xmcray.retrieval.shards import ShardBuild
 from xmcray.storage.manifest import finish_manifest, read_manifest
 from xmcray.types import Ragged
 
-LABELS, DIM = 300, 8
+LABELS = 300
+DIM = 8
+UIDS = [f"uid{number}" for number in range(LABELS)]
 TEXTS = [f"label {number} {'abc'[number % 3]}" for number in range(LABELS)]
+
+
+class Parts(NamedTuple):
+    """What a bundle is written from; the vectors are in source order: small integers, full of ties."""
+
+    tokenizer: TextTokenizer
+    encoder: Encoder
+    order: np.ndarray
+    vectors: np.ndarray
 
 
 @pytest.fixture(scope="module")
 def parts():
-    """Tokenizer, encoder, order and vectors in SOURCE order: small integers, full of ties."""
     tokenizer = train_wordpiece(iter(TEXTS), vocab_size=200, max_len=8)
     encoder = build_encoder(EncoderConfig(dim=DIM), tokenizer, None, seed=0).eval()
     rng = np.random.default_rng(0)
     vectors = rng.integers(-1, 2, (LABELS, DIM)).astype(np.float32)
-    return tokenizer, encoder, rng.permutation(LABELS), vectors
+    order = rng.permutation(LABELS)
+    return Parts(tokenizer, encoder, order, vectors)
 
 
-def make(parts, path, vectors=None, order=None, uids=None, head=Head, **build):
-    tokenizer, encoder, known_order, known_vectors = parts
-    order = known_order if order is None else order
-    vectors = known_vectors if vectors is None else vectors
-    model = BundleModel(encoder=encoder, head=head(encoder.dim), tokenizer=tokenizer)
-    labels = BundleLabels(
-        uids=[f"uid{number}" for number in range(LABELS)] if uids is None else uids,
-        texts=TEXTS,
-        order=order,
-        vectors=(vectors[order][start : start + 70] for start in range(0, LABELS, 70)),
+def make(parts, path, vectors=None, order=None, uids=UIDS, head=Head, **build):
+    """Writes a bundle, whose vectors come in chunks of 70 labels."""
+    order = parts.order if order is None else order
+    vectors = parts.vectors if vectors is None else vectors
+    chunks = (vectors[order][start : start + 70] for start in range(0, LABELS, 70))
+    model = BundleModel(
+        encoder=parts.encoder, head=head(parts.encoder.dim), tokenizer=parts.tokenizer
     )
+    labels = BundleLabels(uids=uids, texts=TEXTS, order=order, vectors=chunks)
     shard_build = ShardBuild(**{"spec": IndexSpec(), **build})
     write_bundle(path, model, labels, shard_build, {"command": "test"})
     return path
@@ -53,108 +63,134 @@ def bundle(parts, tmp_path_factory):
     return make(parts, tmp_path_factory.mktemp("bundles") / "one")
 
 
+def integer_queries(num_queries, seed):
+    rng = np.random.default_rng(seed)
+    return rng.integers(-1, 2, (num_queries, DIM)).astype(np.float32)
+
+
+def assert_same_answers(top, expected):
+    np.testing.assert_array_equal(top.ids, expected.ids)
+    np.testing.assert_array_equal(top.scores, expected.scores)
+
+
 def test_answers_are_inner_products_with_ties_by_lower_source_id(parts, bundle):
     retriever = Retriever.load(bundle, threads=1)
-    queries = np.random.default_rng(1).integers(-1, 2, (20, DIM)).astype(np.float32)
+    queries = integer_queries(20, seed=1)
+
     top = retriever.top_labels(queries, 60)
-    score = queries @ parts[3].T
-    order = np.argsort(-score, axis=1, kind="stable")[:, :60]
-    np.testing.assert_array_equal(top.ids, order)
-    np.testing.assert_array_equal(top.scores, np.take_along_axis(score, order, 1))
+
+    scores = queries @ parts.vectors.T
+    # A stable sort leaves equal scores in the order of their ids.
+    best = np.argsort(-scores, axis=1, kind="stable")[:, :60]
+    np.testing.assert_array_equal(top.ids, best)
+    np.testing.assert_array_equal(top.scores, np.take_along_axis(scores, best, 1))
 
 
 @pytest.mark.parametrize("shard_rows", [41, 70, 299])
 def test_several_shards_equal_one(parts, bundle, tmp_path, shard_rows):
-    many = Retriever.load(make(parts, tmp_path / "many", shard_rows=shard_rows))
-    queries = np.random.default_rng(2).integers(-1, 2, (5, DIM)).astype(np.float32)
+    several = Retriever.load(make(parts, tmp_path / "several", shard_rows=shard_rows))
+    one = Retriever.load(bundle)
+    queries = integer_queries(5, seed=2)
     for k in (1, 17, LABELS):
-        one = Retriever.load(bundle).top_labels(queries, k)
-        np.testing.assert_array_equal(many.top_labels(queries, k).ids, one.ids)
-        np.testing.assert_array_equal(many.top_labels(queries, k).scores, one.scores)
+        assert_same_answers(several.top_labels(queries, k), one.top_labels(queries, k))
 
 
 @pytest.mark.parametrize("shard_rows", [110, 300])
 def test_excluded_labels_are_masked_before_the_top_k(parts, tmp_path, shard_rows):
     retriever = Retriever.load(make(parts, tmp_path / "b", shard_rows=shard_rows))
     tokens = retriever.tokenizer.encode(["label 7", "", "a b c"])
-    first = retriever.top_labels(tokens, 12)
-    exclude = Ragged.from_rows([first.ids[0, :10], [], first.ids[2, [3]]])
-    second = retriever.top_labels(tokens, 2, exclude=exclude)
-    assert second.ids.tolist() == [
-        first.ids[0, 10:].tolist(),
-        first.ids[1, :2].tolist(),
-        first.ids[2, :2].tolist(),
-    ]
-    everything = retriever.top_labels(
-        tokens.slice(0, 1), LABELS, exclude=Ragged.from_rows([[5, 6]])
-    )
-    assert everything.ids[0, -2:].tolist() == [-1, -1]
-    assert np.isneginf(everything.scores[0, -2:]).all()
-    assert sorted(everything.ids[0, :-2]) == sorted(set(range(LABELS)) - {5, 6})
+    best = retriever.top_labels(tokens, 12).ids
+    # The ten best answers to the first query, none of the second, the fourth of the third.
+    exclude = Ragged.from_rows([best[0, :10], [], best[2, [3]]])
+
+    left = retriever.top_labels(tokens, 2, exclude=exclude)
+
+    assert left.ids[0].tolist() == best[0, 10:].tolist()
+    assert left.ids[1].tolist() == best[1, :2].tolist()
+    assert left.ids[2].tolist() == best[2, :2].tolist()
+
+
+@pytest.mark.parametrize("shard_rows", [110, 300])
+def test_places_of_excluded_labels_are_empty_if_all_are_asked_for(parts, tmp_path, shard_rows):
+    retriever = Retriever.load(make(parts, tmp_path / "b", shard_rows=shard_rows))
+    tokens = retriever.tokenizer.encode(["label 7"])
+
+    top = retriever.top_labels(tokens, LABELS, exclude=Ragged.from_rows([[5, 6]]))
+
+    assert top.ids[0, -2:].tolist() == [-1, -1]
+    assert np.isneginf(top.scores[0, -2:]).all()
+    others = set(range(LABELS)) - {5, 6}
+    assert sorted(top.ids[0, :-2]) == sorted(others)
 
 
 def test_approximate_index_and_exact(parts, tmp_path):
     rng = np.random.default_rng(3)
     vectors = rng.standard_normal((LABELS, DIM)).astype(np.float32)
+    queries = rng.standard_normal((50, DIM)).astype(np.float32)
     spec = IndexSpec(factory="IVF8,Flat", nprobe=1, candidates=1)
     path = make(parts, tmp_path / "b", vectors=vectors, spec=spec, shard_rows=200)
-    assert sorted(p.name for p in (path / "index").glob("*.faiss")) == [
-        "00000.faiss",
-        "00001.faiss",
-    ]
+    index_files = sorted(file.name for file in (path / "index").glob("*.faiss"))
+    assert index_files == ["00000.faiss", "00001.faiss"]
     retriever = Retriever.load(path)
-    queries = rng.standard_normal((50, DIM)).astype(np.float32)
+
     exact = retriever.top_labels(queries, 5, exact=True)
-    np.testing.assert_array_equal(exact.ids, np.argsort(-(queries @ vectors.T), axis=1)[:, :5])
-    found = retriever.top_labels(queries, 5)
-    assert not np.array_equal(found.ids, exact.ids), "one list of eight does not hold all"
-    np.testing.assert_allclose(
-        found.scores, np.take_along_axis(queries @ vectors.T, found.ids, 1), rtol=1e-5
-    )
+    approximate = retriever.top_labels(queries, 5)
+
+    scores = queries @ vectors.T
+    np.testing.assert_array_equal(exact.ids, np.argsort(-scores, axis=1)[:, :5])
+    assert not np.array_equal(approximate.ids, exact.ids), "one list of eight does not hold all"
+    # Also answers of the index have exact scores.
+    expected = np.take_along_axis(scores, approximate.ids, 1)
+    np.testing.assert_allclose(approximate.scores, expected, rtol=1e-5)
 
 
 def test_indexes_built_at_the_same_time_have_the_same_bytes(parts, tmp_path):
     spec = IndexSpec(factory="IVF4,SQfp16")
-    hashes = set()
-    for threads in (1, 3):
-        path = make(parts, tmp_path / str(threads), spec=spec, shard_rows=60, threads=threads)
-        hashes.add(read_manifest(path, "bundle").sha256)
-    assert len(list((path / "index").glob("*.faiss"))) == 5
-    assert len(hashes) == 1
+    one_by_one = make(parts, tmp_path / "1", spec=spec, shard_rows=60, threads=1)
+    together = make(parts, tmp_path / "3", spec=spec, shard_rows=60, threads=3)
+
+    assert len(list((together / "index").glob("*.faiss"))) == 5
+    expected = read_manifest(one_by_one, "bundle").sha256
+    assert read_manifest(together, "bundle").sha256 == expected
 
 
 def test_search_gives_uids_and_texts(parts, bundle):
     retriever = Retriever.load(bundle)
-    answers = retriever.search(["label 12 a", ""], k=4)
+    texts = ["label 12 a", ""]
+
+    answers = retriever.search(texts, k=4)
+
     assert [len(row) for row in answers] == [4, 4]
-    for row, vector in zip(answers, retriever.encode(["label 12 a", ""]), strict=True):
+    for row, vector in zip(answers, retriever.encode(texts), strict=True):
         for answer in row:
             assert answer.uid == f"uid{answer.label_id}"
             assert answer.text == TEXTS[answer.label_id]
-            assert answer.score == pytest.approx(
-                float(vector @ parts[3][answer.label_id]), abs=1e-5
-            )
-    assert retriever.search([], k=1) == []
+            score = float(vector @ parts.vectors[answer.label_id])
+            assert answer.score == pytest.approx(score, abs=1e-5)
+
+
+def test_no_texts_have_no_answers(bundle):
+    assert Retriever.load(bundle).search([], k=1) == []
 
 
 def test_texts_and_their_tokens_are_encoded_alike_in_any_chunk(bundle, monkeypatch):
     retriever = Retriever.load(bundle)
     texts = TEXTS[:37]
+    tokens = retriever.tokenizer.encode(texts)
     whole = retriever.encode(texts)
+
     monkeypatch.setattr("xmcray.retrieval.retriever.CHUNK", 5)
     monkeypatch.setattr("xmcray.retrieval.query_encoder.CHUNK", 3)
-    np.testing.assert_allclose(
-        retriever.encode(retriever.tokenizer.encode(texts)), whole, atol=1e-6
-    )
-    assert retriever.top_labels(retriever.tokenizer.encode(texts), 3).ids.shape == (37, 3)
+
+    np.testing.assert_allclose(retriever.encode(tokens), whole, atol=1e-6)
+    assert retriever.top_labels(tokens, 3).ids.shape == (37, 3)
     assert [len(row) for row in retriever.search(texts, 3)] == [3] * 37
 
 
 def test_normalised_queries(parts, tmp_path):
     retriever = Retriever.load(make(parts, tmp_path / "b", head=NormalisedHead))
-    np.testing.assert_allclose(
-        np.linalg.norm(retriever.encode(["label 3", "b"]), axis=1), 1, rtol=1e-5
-    )
+    vectors = retriever.encode(["label 3", "b"])
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
 
 
 @pytest.mark.parametrize("k", [-1, 0, LABELS + 1])
@@ -172,7 +208,9 @@ def test_one_string_instead_of_a_list(bundle):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("a \ud800", "is not UTF-8"), (None, "expected texts")]
+    ("text", "message"),
+    [("a \ud800", "is not UTF-8"), (None, "expected texts")],
+    ids=["half of a surrogate pair", "None"],
 )
 def test_what_is_no_text_is_refused(bundle, text, message):
     with pytest.raises(ConfigError, match=message):
@@ -186,25 +224,26 @@ def test_query_vectors_of_another_width_are_refused(bundle, shape):
 
 
 def test_vectors_stay_on_disk(bundle):
-    shard = Retriever.load(bundle).labels.rows.indexes[0]
-    address = shard.vectors.data_ptr()
+    index = Retriever.load(bundle).labels.rows.indexes[0]
+    address = index.vectors.data_ptr()
+
+    # A line begins with the first and last address of a mapped file: 7f00a000-7f00b000 r--s ...
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    spans = [line.split() for line in maps if "vectors/00000.safetensors" in line]
-    assert any(
-        int(low, 16) <= address < int(high, 16)
-        for low, high in (span[0].split("-") for span in spans)
-    )
+    is_mapped = False
+    for line in maps:
+        if "vectors/00000.safetensors" in line:
+            first, last = line.split()[0].split("-")
+            is_mapped |= int(first, 16) <= address < int(last, 16)
+    assert is_mapped
+
+
+FEWER_LABELS = {"vectors": np.ones((LABELS, DIM), np.float32), "order": np.arange(LABELS - 1)}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"uids": ["a"] * (LABELS - 1)}, "differ"),
-        (
-            {"vectors": np.ones((LABELS, DIM), np.float32), "order": np.arange(LABELS - 1)},
-            "uids were given",
-        ),
-    ],
+    [({"uids": ["a"] * (LABELS - 1)}, "differ"), (FEWER_LABELS, "uids were given")],
+    ids=["a uid less than texts", "a vector less than uids"],
 )
 def test_wrong_counts_leave_nothing_behind(parts, tmp_path, options, message):
     with pytest.raises(DataError, match=message):
@@ -224,17 +263,17 @@ def test_unknown_device(bundle):
 
 def test_unknown_predictor(parts, tmp_path):
     path = make(parts, tmp_path / "b")
-    write_settings(path, dataclasses.replace(read_settings(path), predictor={"kind": "later"}))
+    settings = dataclasses.replace(read_settings(path), predictor={"kind": "later"})
+    write_settings(path, settings)
     finish_manifest(path, "bundle", {}, {})
+
     with pytest.raises(BundleError, match="predictor 'later'"):
         Retriever.load(path)
 
 
 def test_import_needs_no_ray():
-    program = (
-        "import sys; sys.modules['ray'] = None; import xmcray.retrieval.retriever; print('ok')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
-    )
-    assert done.stdout == "ok\n", done.stderr
+    hide_ray = "import sys; sys.modules['ray'] = None"
+    program = f"{hide_ray}; import xmcray.retrieval.retriever; print('ok')"
+    command = [sys.executable, "-c", program]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert process.stdout == "ok\n", process.stderr
