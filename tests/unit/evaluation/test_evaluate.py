@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from xmcray.evaluation.metrics import MAIN_METRICS
 from xmcray.evaluation.slices import with_slices
 from xmcray.types import Int64Array, Ragged, TopLabels
 
-NUM_QUERIES, NUM_LABELS = 120, 150
+NUM_QUERIES = 120
+NUM_LABELS = 150
 GENERATOR = np.random.default_rng(5)
 RELEVANT = GENERATOR.random((NUM_QUERIES, NUM_LABELS)) < 0.02
 RELEVANT[7] = False
@@ -25,6 +27,14 @@ NOISE = GENERATOR.standard_normal((NUM_QUERIES, NUM_LABELS))
 TRUTH = Ragged.from_rows([np.flatnonzero(row) for row in RELEVANT])
 COUNTS = (2.0 ** GENERATOR.uniform(0, 11, NUM_LABELS)).astype(np.int64)
 COUNTS[3] = 0
+# Keywords of `evaluate` that most tests share.
+CORPUS = {
+    "num_queries": NUM_QUERIES,
+    "train_counts": COUNTS,
+    "num_train": 4000,
+    "a": 0.6,
+    "b": 2.6,
+}
 
 
 def searcher(strength: float, k: int = 100) -> Callable[[Int64Array], TopLabels]:
@@ -32,155 +42,160 @@ def searcher(strength: float, k: int = 100) -> Callable[[Int64Array], TopLabels]
     return lambda rows: top_k(scores[rows], k)
 
 
-def run(strength: float, **options: object) -> Evaluation:
-    arguments = {
-        "num_queries": NUM_QUERIES,
-        "train_counts": COUNTS,
-        "num_train": 4000,
-        "a": 0.6,
-        "b": 2.6,
-    }
-    return evaluate(searcher(strength), TRUTH.take, **{**arguments, "resamples": 200, **options})  # type: ignore[arg-type]
+def run(strength: float, **options: Any) -> Evaluation:
+    """An evaluation of answers that are the better the greater the strength."""
+    arguments = {**CORPUS, "resamples": 200, **options}
+    return evaluate(searcher(strength), TRUTH.take, **arguments)
 
 
 def test_chunks_do_not_change_the_result() -> None:
-    done: list[int] = []
-    whole, chunked = run(2.0), run(2.0, chunk=37, progress=done.append)
-    assert done == [37, 74, 111, 120]
+    progress: list[int] = []
+    whole = run(2.0)
+    chunked = run(2.0, chunk=37, progress=progress.append)
+    assert progress == [37, 74, 111, 120]
     assert chunked.metrics == pytest.approx(whole.metrics, rel=1e-12)
     assert chunked.intervals == whole.intervals
-    assert 7 not in whole.query_ids
-    assert whole.left_out == NUM_QUERIES - whole.queries == NUM_QUERIES - len(whole.query_ids)
+
+
+def test_a_query_without_positives_is_left_out() -> None:
+    evaluation = run(2.0)
+    assert 7 not in evaluation.query_ids
+    assert evaluation.left_out == NUM_QUERIES - evaluation.queries
+    assert evaluation.queries == len(evaluation.query_ids)
 
 
 def test_intervals_hold_the_value_and_are_seeded() -> None:
-    first, again, other = run(2.0), run(2.0), run(2.0, seed=1)
-    assert first.intervals == again.intervals != other.intervals
+    first = run(2.0)
+    again = run(2.0)
+    other_seed = run(2.0, seed=1)
+    assert first.intervals == again.intervals
+    assert first.intervals != other_seed.intervals
     assert list(first.intervals) == list(MAIN_METRICS)
     for name, (low, high) in first.intervals.items():
         assert low <= first.metrics[name] <= high, name
-    # A mean's interval is close to 1.96 standard errors.
-    low, high = run(2.0, resamples=2000).intervals["P@1"]
-    assert high - low == pytest.approx(
-        2 * 1.96 * first.per_query.gain_QM[:, 0].std() / np.sqrt(first.queries), rel=0.1
-    )
+
+
+def test_the_interval_of_a_mean_is_that_of_its_standard_error() -> None:
+    evaluation = run(2.0, resamples=2000)
+    low, high = evaluation.intervals["P@1"]
+    precision_Q = evaluation.per_query.gain_QM[:, 0]
+    standard_error = precision_Q.std() / np.sqrt(evaluation.queries)
+    # 95 % of a normal distribution lie within 1.96 standard deviations.
+    assert high - low == pytest.approx(2 * 1.96 * standard_error, rel=0.1)
 
 
 def test_segments_and_deciles_add_up_to_p_at_5() -> None:
-    found = run(2.0)
-    assert sum(row["P@5"] for row in found.segments) == pytest.approx(found.metrics["P@5"])
-    assert sum(row["P@5"] for row in found.deciles) == pytest.approx(found.metrics["P@5"])
-    assert [row["name"] for row in found.segments] == ["unseen", "tail", "torso", "head", "top"]
-    assert (
-        sum(row["labels"] for row in found.deciles)
-        == sum(row["labels"] for row in found.segments)
-        == NUM_LABELS
-    )
-    assert all(
-        left["max_count"] <= right["min_count"] for left, right in itertools.pairwise(found.deciles)
-    )
+    evaluation = run(2.0)
+    for groups in (evaluation.segments, evaluation.deciles):
+        assert sum(group["P@5"] for group in groups) == pytest.approx(evaluation.metrics["P@5"])
+        assert sum(group["labels"] for group in groups) == NUM_LABELS
+    names = [segment["name"] for segment in evaluation.segments]
+    assert names == ["unseen", "tail", "torso", "head", "top"]
+    for rarer, more_frequent in itertools.pairwise(evaluation.deciles):
+        assert rarer["max_count"] <= more_frequent["min_count"]
 
 
 def test_json_holds_the_promised_keys() -> None:
-    loaded = json.loads(json.dumps(run(2.0).to_json(), allow_nan=False))
+    text = json.dumps(run(2.0).to_json(), allow_nan=False)
+    loaded = json.loads(text)
     assert {*MAIN_METRICS, "macroF1@5(0,10]", "queries", "left_out", "A", "B"} <= loaded.keys()
-    assert (loaded["A"], loaded["B"]) == (0.6, 2.6)
+    assert loaded["A"] == 0.6
+    assert loaded["B"] == 2.6
 
 
 def test_index_recall_tells_index_error_from_model_error() -> None:
+    exact = searcher(2.0)
+
     def lossy(rows: Int64Array) -> TopLabels:
-        top = searcher(2.0)(rows)
+        top = exact(rows)
         ids = top.ids.copy()
         ids[:, 9] = -1  # this index misses the tenth answer of every query
         return TopLabels(ids, top.scores)
 
-    options = {
-        "num_queries": NUM_QUERIES,
-        "train_counts": COUNTS,
-        "num_train": 4000,
-        "a": 0.6,
-        "b": 2.6,
-    }
-    found = evaluate(
-        lossy, TRUTH.take, exact=searcher(2.0), exact_sample=50, resamples=0, **options
-    )  # type: ignore[arg-type]
-    assert found.index_recall == {
+    options: Any = {**CORPUS, "exact": exact, "exact_sample": 50, "resamples": 0}
+    evaluation = evaluate(lossy, TRUTH.take, **options)
+
+    assert evaluation.index_recall == {
         "queries": 50,
         "recall@1": 1.0,
         "recall@10": 0.9,
         "recall@100": 0.99,
     }
-    assert found.intervals == {}
+    assert evaluation.intervals == {}
 
 
 def test_too_few_answers_are_refused() -> None:
+    options: Any = {**CORPUS, "num_queries": 9}
     with pytest.raises(DataError, match="returned 10 answers per query, expected 100"):
-        evaluate(
-            searcher(2.0, k=10),
-            TRUTH.take,
-            num_queries=9,
-            train_counts=COUNTS,
-            num_train=4000,
-            a=0.6,
-            b=2.6,
-        )
+        evaluate(searcher(2.0, k=10), TRUTH.take, **options)
 
 
-def test_comparison_sees_a_difference_and_none() -> None:
-    better, worse = run(2.5), run(1.5)
+def test_comparison_sees_a_difference() -> None:
+    better = run(2.5)
+    worse = run(1.5)
     for row in compare(better, worse):
         assert row.difference == pytest.approx(row.a - row.b)
         assert row.low <= row.difference <= row.high
         if row.metric in ("P@5", "PSP@5", "nDCG@5"):
             assert row.low > 0
             assert row.p_value < 0.01
-    for row in compare(better, better):
-        assert (row.difference, row.low, row.high, row.p_value) == (0.0, 0.0, 0.0, 1.0)
+
+
+def test_comparison_with_itself_sees_no_difference() -> None:
+    evaluation = run(2.5)
+    for row in compare(evaluation, evaluation):
+        assert row.difference == row.low == row.high == 0
+        assert row.p_value == 1
+
+
+def answering_first(label: int) -> Evaluation:
+    """Of three queries with positive 0, which all have a label as their first answer."""
+    answers = np.roll(np.arange(5), -label)
+    ids = np.tile(answers, (3, 1))
+    top = TopLabels(ids, np.zeros(ids.shape, np.float32))
+    return evaluate(
+        lambda rows: top,
+        lambda rows: Ragged.from_rows([[0], [0], [0]]),
+        num_queries=3,
+        train_counts=np.ones(5, np.int64),
+        num_train=10,
+        a=0.5,
+        b=1.5,
+        resamples=10,
+    )
 
 
 def test_sign_flip_equals_enumeration() -> None:
-    # Three queries in favour, none against: of 8 sign patterns two are as extreme, p = 1/4.
-    def answering_first(label: int) -> Evaluation:
-        ids = np.tile(np.roll(np.arange(5), -label), (3, 1))
-        top = TopLabels(ids, np.zeros(ids.shape, np.float32))
-        return evaluate(
-            lambda rows: top,
-            lambda rows: Ragged.from_rows([[0], [0], [0]]),
-            num_queries=3,
-            train_counts=np.ones(5, np.int64),
-            num_train=10,
-            a=0.5,
-            b=1.5,
-            resamples=10,
-        )
-
     row = compare(answering_first(0), answering_first(1), permutations=20_000)[0]
-    assert (row.metric, row.difference) == ("P@1", 1.0)
+    assert row.metric == "P@1"
+    assert row.difference == 1.0
+    # Three queries in favour, none against: of 8 sign patterns two are as extreme, p = 1/4.
     assert row.p_value == pytest.approx(0.25, abs=0.02)
 
 
-def test_comparison_of_other_queries_is_refused() -> None:
+@pytest.mark.parametrize("changed", [{"num_queries": 100}, {"a": 0.55}])
+def test_comparison_of_other_queries_or_propensities_is_refused(changed: dict[str, Any]) -> None:
+    evaluation = run(2.0)
+    other = run(2.0, **changed)
     with pytest.raises(DataError, match="expected the same queries"):
-        compare(run(2.0), run(2.0, num_queries=100))
-    with pytest.raises(DataError, match="expected the same queries"):
-        compare(run(2.0), run(2.0, a=0.55))
+        compare(evaluation, other)
 
 
 def test_tables_show_percent_interval_and_constants() -> None:
-    found, other = run(2.5), run(1.5)
-    numbers = found.to_json()
+    evaluation = run(2.5)
+    with_index = run(1.0, exact=searcher(1.0))
+    numbers = evaluation.to_json()
     console = Console(file=io.StringIO(), width=160)
+
     console.print(table.metrics_table({"ours [bold]": numbers, "baseline": {"P@1": 0.25}}))
-    for shown in (
-        table.segment_table(numbers),
-        table.decile_table(numbers),
-        table.index_table(run(1.0, exact=searcher(1.0)).to_json()),
-    ):
-        console.print(shown)
-    console.print(table.comparison_table(compare(found, other), "a", "b"))
+    console.print(table.segment_table(numbers))
+    console.print(table.decile_table(numbers))
+    console.print(table.index_table(with_index.to_json()))
+    console.print(table.comparison_table(compare(evaluation, run(1.5)), "a", "b"))
+
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    low, high = found.intervals["P@1"]
-    assert f"{100 * found.metrics['P@1']:.2f}  [{100 * low:.2f}, {100 * high:.2f}]" in text
+    low, high = evaluation.intervals["P@1"]
+    assert f"{100 * evaluation.metrics['P@1']:.2f}  [{100 * low:.2f}, {100 * high:.2f}]" in text
     assert "A, B of PSP" in text
     assert "0.6, 2.6" in text
     assert "ours [bold]" in text
@@ -198,32 +213,40 @@ def test_p_values_of_several_tests_are_corrected_as_in_holms_paper() -> None:
 
 
 def test_several_comparisons_correct_the_p_values_of_each_metric() -> None:
-    first, others = run(2.0), [run(1.9), run(1.0), run(0.5)]
+    first = run(2.0)
+    others = [run(1.9), run(1.0), run(0.5)]
+
     corrected = compare_several(first, others)
+
     plain = [compare(first, other) for other in others]
-    for rows, own_rows in zip(corrected, plain, strict=True):
-        assert [row.difference for row in rows] == [row.difference for row in own_rows]
-    for column, own_column in zip(
-        zip(*corrected, strict=True), zip(*plain, strict=True), strict=True
-    ):
-        assert [row.p_value for row in column] == holm([row.p_value for row in own_column])
+    for rows, plain_rows in zip(corrected, plain, strict=True):
+        assert [row.difference for row in rows] == [row.difference for row in plain_rows]
+    for metric in range(len(plain[0])):
+        p_values = [rows[metric].p_value for rows in plain]
+        assert [rows[metric].p_value for rows in corrected] == holm(p_values)
 
 
 def test_slices_have_the_metrics_of_their_queries_alone() -> None:
     whole = run(2.0)
-    attributes: list[dict[str, object]] = [{} for _ in range(whole.queries)]
-    for place, query in enumerate(whole.query_ids.tolist()):
-        if query > 20:
-            attributes[place]["language"] = "de" if query % 3 else "en"
+    # The first queries have no language, and every third of the others is English.
+    query_ids = whole.query_ids
+    languages = np.where(query_ids % 3, "de", "en")
+    attributes: list[dict[str, object]] = []
+    for query, language in zip(query_ids.tolist(), languages.tolist(), strict=True):
+        attributes.append({"language": language} if query > 20 else {})
+
     sliced = with_slices(whole, attributes, resamples=50)
+
     rows = {row["value"]: row for row in sliced.slices}
     assert list(rows) == ["de", "en", None]
     assert sum(row["queries"] for row in sliced.slices) == whole.queries
-    members = np.array([own.get("language") == "de" for own in attributes])
-    gains = whole.per_query.gain_QM[members].sum(0) / whole.per_query.divisor_QM[members].sum(0)
-    assert [rows["de"][name] for name in MAIN_METRICS] == pytest.approx(gains.tolist())
-    low, high = rows["de"]["intervals"]["P@5"]
-    assert low <= rows["de"]["P@5"] <= high
+    is_german = (query_ids > 20) & (languages == "de")
+    gain_M = whole.per_query.gain_QM[is_german].sum(0)
+    divisor_M = whole.per_query.divisor_QM[is_german].sum(0)
+    german = rows["de"]
+    assert [german[name] for name in MAIN_METRICS] == pytest.approx((gain_M / divisor_M).tolist())
+    low, high = german["intervals"]["P@5"]
+    assert low <= german["P@5"] <= high
     assert whole.slices == []
 
 
