@@ -30,45 +30,71 @@ def variants(claim: Any) -> Any:
     return variants
 
 
-def test_verdicts_follow_the_interval_of_paired_differences(claim: Any) -> None:
-    # differences 1.0, 1.2, 0.8 points: 1.0 ± 0.497 (Student's t, 2 degrees of freedom), though each varies by 30
+@pytest.fixture
+def paired_results() -> dict[str, Any]:
+    """Seeds vary by 30 points, but their differences are 1.0, 1.2 and 0.8 points.
+
+    Their interval is 1.0 ± 0.497: the standard error is 0.2 / sqrt(3), and Student's t with 2
+    degrees of freedom is 4.303. Seed 3 has no partner.
+    """
     a = {0: {"P@1": 0.51}, 1: {"P@1": 0.812}, 2: {"P@1": 0.308}, 3: {"P@1": 0.9}}
     b = {0: {"P@1": 0.50}, 1: {"P@1": 0.800}, 2: {"P@1": 0.300}}
-    results = {"a": a, "b": b}
+    return {"a": a, "b": b}
 
-    def verdict(**limits: float) -> str:
-        return claim.Comparison(of="a", against="b", **limits).verdict(results)  # type: ignore[no-any-return]
 
-    assert claim.Comparison(of="a", against="b").values(results) == pytest.approx([1.0, 1.2, 0.8])
-    assert [verdict(low=low) for low in (0.5, 0.51, 1.49, 1.5)] == [
-        "holds",
-        *["inconclusive"] * 2,
-        "fails",
-    ]
-    assert [verdict(high=high) for high in (1.5, 1.49, 0.5)] == ["holds", "inconclusive", "fails"]
-    assert verdict(low=-1, high=1) == "inconclusive"
-    ratio = claim.Comparison(of="a", against="b", ratio=True, low=1)
-    assert ratio.values(results) == pytest.approx([1.02, 1.015, 1.02667], abs=1e-4)
-    assert ratio.verdict(results) == "holds"
+def test_seeds_are_compared_in_pairs(claim: Any, paired_results: Any) -> None:
+    differences = claim.Comparison(of="a", against="b").values(paired_results)
+    assert differences == pytest.approx([1.0, 1.2, 0.8])
+
+
+@pytest.mark.parametrize(
+    ("limits", "verdict"),
+    [
+        ({"low": 0.5}, "holds"),
+        ({"low": 0.51}, "inconclusive"),
+        ({"low": 1.49}, "inconclusive"),
+        ({"low": 1.5}, "fails"),
+        ({"high": 1.5}, "holds"),
+        ({"high": 1.49}, "inconclusive"),
+        ({"high": 0.5}, "fails"),
+        ({"low": -1, "high": 1}, "inconclusive"),
+    ],
+)
+def test_verdicts_follow_the_interval_of_paired_differences(
+    claim: Any, paired_results: Any, limits: dict[str, float], verdict: str
+) -> None:
+    comparison = claim.Comparison(of="a", against="b", **limits)
+    assert comparison.verdict(paired_results) == verdict
 
 
 def test_one_seed_decides_nothing(claim: Any) -> None:
     assert claim.Comparison(of="a", low=0).verdict({"a": {0: {"P@1": 0.5}}}) == "not measured"
 
 
+def test_a_claim_can_be_about_a_ratio(claim: Any, paired_results: Any) -> None:
+    ratio = claim.Comparison(of="a", against="b", ratio=True, low=1)
+    assert ratio.values(paired_results) == pytest.approx([1.02, 1.015, 1.02667], abs=1e-4)
+    assert ratio.verdict(paired_results) == "holds"
+
+
 def test_few_test_queries_widen_the_interval_of_a_precision(claim: Any) -> None:
     # All seeds agree that 60 of 100 queries are answered: sqrt(0.6 * 0.4 / 100) = 4.9 points.
-    results = {"a": {seed: {"P@1": 0.6, "hits": {"P@1": "11100" * 20}} for seed in range(5)}}
+    hits = {"P@1": "11100" * 20}
+    results = {"a": {seed: {"P@1": 0.6, "hits": hits} for seed in range(5)}}
     low, high = claim.Comparison(of="a").interval(results)
     assert (low, high) == pytest.approx((60 - 1.96 * 4.9, 60 + 1.96 * 4.9), abs=0.8)
 
 
 def test_seeds_alone_give_students_interval(claim: Any) -> None:
     # Every query is answered alike within a seed, so nothing but seeds differs.
-    difference_SQ = np.repeat([[1.0], [1.2], [0.8], [1.1], [0.9]], 50, axis=1)
-    half = scipy.stats.t.ppf(0.975, 4) * np.std([1.0, 1.2, 0.8, 1.1, 0.9], ddof=1) / math.sqrt(5)
+    difference_S = np.array([1.0, 1.2, 0.8, 1.1, 0.9])
+    difference_SQ = np.repeat(difference_S[:, None], 50, axis=1)
+
     low, high = claim.two_level_interval(difference_SQ)
-    assert (low, high) == pytest.approx((1 - half, 1 + half), abs=0.02)
+
+    standard_error = difference_S.std(ddof=1) / math.sqrt(5)
+    half_width = scipy.stats.t.ppf(0.975, 4) * standard_error
+    assert (low, high) == pytest.approx((1 - half_width, 1 + half_width), abs=0.02)
 
 
 def test_every_claim_names_its_variants_and_their_settings_resolve(
@@ -81,12 +107,14 @@ def test_every_claim_names_its_variants_and_their_settings_resolve(
 
     monkeypatch.setattr(random_texts, "corpus", lambda *rest: (None, Path("model")))
     scripts = sorted(Path(claim.__file__).parent.glob("c[0-9][0-9]_*.py"))
+
     claims = [importlib.import_module(script.stem).make(False) for script in scripts]
+
     assert [made.number for made in claims] == list(range(1, len(scripts) + 1))
     for made in claims:
-        names = [comparison.of for comparison in made.comparisons]
-        names += [comparison.against for comparison in made.comparisons if comparison.against]
-        assert set(names) <= set(made.variants), made.title
+        for comparison in made.comparisons:
+            assert comparison.of in made.variants, made.title
+            assert not comparison.against or comparison.against in made.variants, made.title
         assert set(made.slow) <= set(made.variants), made.title
         for training in trainings(variants, made.variants):
             training.config(seed=0)  # raises if a setting is unknown or out of range
@@ -113,8 +141,10 @@ def test_validation_chooses_once_for_all_seeds(
         measured.append(name)
         return values[name]
 
-    choices = [variants.choose_once("key", list(values), validation) for _ in range(2)]
-    assert choices == ["high", "high"]
+    first = variants.choose_once("key", list(values), validation)
+    second = variants.choose_once("key", list(values), validation)
+
+    assert first == second == "high"
     assert measured == ["low", "high", "as high"]
 
 
@@ -134,17 +164,17 @@ def test_the_store_keeps_what_the_verdict_needs(claim: Any) -> None:
     comparison = claim.Comparison(of="a", metric="P@1", against="b", against_metric="text P@1")
     made = untitled(claim, comparisons=[comparison])
     hits = {"P@1": "1100", "text P@1": "0100", "P@5": "5432"}
-    results = {
-        name: {seed: {"P@1": 0.5, "text P@1": 0.25, "hits": hits} for seed in range(3)}
-        for name in "ab"
-    }
-    stored = {
-        name: {
-            seed: claim.unpacked(claim.packed(result, made.compared(name)))
-            for seed, result in by_seed.items()
+    by_seed = {seed: {"P@1": 0.5, "text P@1": 0.25, "hits": hits} for seed in range(3)}
+
+    def stored(variant: str) -> dict[int, Any]:
+        metrics = made.compared(variant)
+        return {
+            seed: claim.unpacked(claim.packed(result, metrics)) for seed, result in by_seed.items()
         }
-        for name, by_seed in results.items()
-    }
-    assert stored["a"][0]["hits"] == {"P@1": "1100"}
-    assert stored["b"][0]["hits"] == {"text P@1": "0100"}
-    assert comparison.interval(stored) == comparison.interval(results)
+
+    stored_a = stored("a")
+    stored_b = stored("b")
+    assert stored_a[0]["hits"] == {"P@1": "1100"}
+    assert stored_b[0]["hits"] == {"text P@1": "0100"}
+    expected = comparison.interval({"a": by_seed, "b": by_seed})
+    assert comparison.interval({"a": stored_a, "b": stored_b}) == expected
