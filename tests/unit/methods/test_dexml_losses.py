@@ -82,42 +82,63 @@ def summed_loss(
     return total
 
 
+def expected_loss(
+    method: Dexml, batch: Batch, drawn: Ragged, pool: Int64Array, loss: str, top_k: int = 0
+) -> float:
+    """The summed loss of the encoder's vectors with a pool of labels."""
+    with torch.no_grad():
+        query_GD, label_CD = method.encode(batch, pool)
+    return summed_loss(batch, drawn, pool, query_GD @ label_CD.T, loss, top_k)
+
+
+def method_loss(method: Dexml, batch: Batch, shortlist: Shortlist | None = None) -> float:
+    """The sum before it is divided by the number of queries."""
+    with torch.no_grad():
+        output = method.loss(batch, shortlist)
+    assert output.divisor == len(batch.query_ids)
+    return float(output.total)
+
+
+def pool_of(setup: Setup, drawn: Ragged, columns: str) -> Int64Array:
+    if columns == "all":
+        return np.arange(setup.data.num_labels)
+    return np.unique(drawn.values)
+
+
 @pytest.mark.parametrize("columns", ["all", "in_batch"])
 @pytest.mark.parametrize("loss", ["decoupled", "softmax", "soft_top_k", "bce"])
 def test_undrawn_positives_are_no_negatives(corpus: Corpus, loss: str, columns: str) -> None:
     setup, method = made(corpus, f"method.loss={loss}", f"method.columns={columns}")
     batch = setup.sampler.batch(0, 0, 1)
     drawn = method.context.draw_positives(batch, 1)
-    pool = np.arange(setup.data.num_labels) if columns == "all" else np.unique(drawn.values)
-    with torch.no_grad():
-        query_GD, label_CD = method.encode(batch, pool)
-    expected = summed_loss(batch, drawn, pool, query_GD @ label_CD.T, loss, top_k=5)
+    pool = pool_of(setup, drawn, columns)
     undrawn_in_pool = 0
     for query in range(len(batch.query_ids)):
         undrawn_in_pool += int(np.isin(left_out_of(batch, drawn, query), pool).sum())
     assert undrawn_in_pool > 10, "too few to show a difference"
-    with torch.no_grad():
-        output = method.loss(batch, None)
-    found = float(output.total.detach()) / output.divisor
-    assert found == pytest.approx(expected / len(batch.query_ids), rel=1e-8)
+
+    expected = expected_loss(method, batch, drawn, pool, loss, top_k=5)
+
+    assert method_loss(method, batch) == pytest.approx(expected, rel=1e-8)
 
 
 def test_hard_columns_are_drawn_from_the_shortlist(corpus: Corpus) -> None:
     settings = ["method.columns=hard", "method.hard_per_query=2", "negatives.hard=3"]
     setup, method = made(corpus, *settings, "negatives.start_epoch=2")
-    batch = setup.sampler.batch(2 * setup.sampler.steps_per_epoch, 0, 1)
-    # The same three labels for all queries; a query that has one of them as a positive is skipped.
-    labels = np.tile(np.array([20, 21, 22], np.int32), (setup.data.num_query_ids, 1))
+    first_step_of_epoch_2 = 2 * setup.sampler.steps_per_epoch
+    batch = setup.sampler.batch(first_step_of_epoch_2, 0, 1)
     drawn = method.context.draw_positives(batch, 1)
-    pool = np.union1d(drawn.values, [20, 21, 22])
-    with torch.no_grad():
-        query_GD, label_CD = method.encode(batch, pool)
-        output = method.loss(batch, Shortlist(0, 0, labels))
-    expected = summed_loss(batch, drawn, pool, query_GD @ label_CD.T, "decoupled")
-    assert float(output.total) == pytest.approx(expected, rel=1e-8)
+    # The same three labels for all queries; a query that has one of them as a positive is skipped.
+    hard = np.array([20, 21, 22], np.int32)
+    shortlist = Shortlist(0, 0, np.tile(hard, (setup.data.num_query_ids, 1)))
+
+    pool = np.union1d(drawn.values, hard)
+    expected = expected_loss(method, batch, drawn, pool, "decoupled")
+
+    assert method_loss(method, batch, shortlist) == pytest.approx(expected, rel=1e-8)
 
 
-@pytest.mark.parametrize("num_positives", [1, 0])
+@pytest.mark.parametrize("num_positives", [1, 0], ids=["one positive", "all positives"])
 @pytest.mark.parametrize("columns", ["in_batch", "all"])
 def test_each_query_has_the_largest_k_that_leaves_a_column_outside(
     corpus: Corpus, columns: str, num_positives: int
@@ -128,13 +149,11 @@ def test_each_query_has_the_largest_k_that_leaves_a_column_outside(
     drawn = batch.positives
     if num_positives:
         drawn = method.context.draw_positives(batch, num_positives)
-    pool = np.unique(drawn.values) if columns == "in_batch" else np.arange(setup.data.num_labels)
-    with torch.no_grad():
-        query_GD, label_CD = method.encode(batch, pool)
-        output = method.loss(batch, None)
-    found = float(output.total.detach()) / output.divisor
-    expected = summed_loss(batch, drawn, pool, query_GD @ label_CD.T, "soft_top_k", 1000)
-    assert found == pytest.approx(expected / len(batch.query_ids), rel=1e-8)
+
+    pool = pool_of(setup, drawn, columns)
+    expected = expected_loss(method, batch, drawn, pool, "soft_top_k", top_k=1000)
+
+    assert method_loss(method, batch) == pytest.approx(expected, rel=1e-8)
 
 
 def test_dropout_keeps_the_expected_length_of_free_vectors(corpus: Corpus) -> None:
@@ -144,9 +163,11 @@ def test_dropout_keeps_the_expected_length_of_free_vectors(corpus: Corpus) -> No
     labels = np.arange(setup.data.num_labels)
     with torch.no_grad():
         query_GD, label_LD = method.context.encode_with_labels(batch, labels)
-        output = method.loss(batch, None)
     for vectors, purpose in ((query_GD, "queries"), (label_LD, "labels")):
         mask = draws.keep_mask(0, f"dropout {purpose}", 0, 0, len(vectors), 6, 0.75)
+        # A quarter of the coordinates is kept.
         vectors *= 4.0 * torch.from_numpy(mask)
+
     expected = summed_loss(batch, drawn, labels, query_GD @ label_LD.T, "decoupled")
-    assert float(output.total) == pytest.approx(expected, rel=1e-8)
+
+    assert method_loss(method, batch) == pytest.approx(expected, rel=1e-8)
