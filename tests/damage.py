@@ -33,7 +33,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from bundles import WORDS, write_bundle_of, write_fused, write_memory
 from corpora import planted_corpus
-from operations import BATCHES, add
+from operations import BATCHES, add, operations_after
 
 from xmcray.data.corpus import Corpus
 from xmcray.errors import XmcrayError
@@ -235,7 +235,7 @@ def open_state(path: Path, bundle: Path) -> str:
     folder = StateFolder(ServeConfig(bundles={"m": str(bundle)}, state_dir=str(path)), "m")
     parts: list[Any] = [folder.bundle()]
     with folder.open_log(BEGINNING) as log:
-        parts.append([operation.model_dump() for operation in log.since(0)])
+        parts.append([operation.model_dump() for operation in operations_after(log, 0)])
     return _fingerprint(parts)
 
 

@@ -151,13 +151,6 @@ class LabelLog:
             self._newest = self._place_after(line)
         return line.last
 
-    def since(self, number: int, max_bytes: int = READ_BYTES) -> list[Operation]:
-        """The operations of `commits_after`."""
-        operations: list[Operation] = []
-        for commit in self.commits_after(number, max_bytes):
-            operations += commit.operations
-        return operations
-
     def commits_after(self, number: int, max_bytes: int = READ_BYTES) -> list[Commit]:
         """The next operations after `number`; all of them are durable.
 

@@ -26,6 +26,7 @@ from operations import (
     interrupted,
     kill_writers,
     opened,
+    operations_after,
     written,
 )
 
@@ -45,16 +46,16 @@ def test_what_was_appended_is_read_by_number(tmp_path: Path) -> None:
         with LabelLog(tmp_path, "m") as log:
             assert log.last == 6
             for number in range(7):
-                assert log.since(number) == ALL[number:]
-            assert log.since(0, max_bytes=1) == ALL[:2], "no batch is torn"
-            assert log.since(1, max_bytes=1) == ALL[1:2]
-            assert log.since(2, max_bytes=1) == ALL[2:3]
+                assert operations_after(log, number) == ALL[number:]
+            assert operations_after(log, 0, max_bytes=1) == ALL[:2], "no batch is torn"
+            assert operations_after(log, 1, max_bytes=1) == ALL[1:2]
+            assert operations_after(log, 2, max_bytes=1) == ALL[2:3]
             with pytest.raises(
                 StorageError, match=r"label log of model 'm' ends with operation 6, not yet 7"
             ):
-                log.since(7)
+                operations_after(log, 7)
             assert log.copy_lag_s() == 0.0
-    for use in (partial(log.append, BATCHES[0]), partial(log.since, 0)):
+    for use in (partial(log.append, BATCHES[0]), partial(log.commits_after, 0)):
         with pytest.raises(StorageError, match="is closed; open it again"):
             use()
 
@@ -96,7 +97,7 @@ def test_after_a_loss_of_power_the_advice_of_the_message_helps(
     assert command[:2] == ["truncate", "-s"]
     os.truncate(command[3], int(command[2]))
     with LabelLog(tmp_path, "m") as log:
-        assert log.since(0) == ALL[:3]
+        assert operations_after(log, 0) == ALL[:3]
         assert log.append(BATCHES[2]) == 6
 
 
@@ -247,7 +248,7 @@ def test_a_full_disk_refuses_and_leaves_no_trace(
                 StorageError, match=r"no space left while writing .*sqlite: the disk is full"
             ):
                 log.append([add("large", "x" * 50_000)])
-            assert (log.last, log.since(0)) == (2, ALL[:2])
+            assert (log.last, operations_after(log, 0)) == (2, ALL[:2])
         assert log.append(BATCHES[1]) == 3, "there is room for it"
         connection.execute("PRAGMA max_page_count=1000")
         assert log.append(BATCHES[2]) == 6
@@ -276,7 +277,7 @@ def test_after_a_disk_error_nothing_more_is_written(tmp_path: Path) -> None:
             log.append([add("large", "x" * 50_000)])
         with pytest.raises(StorageError, match="could not be written"):
             log.append(BATCHES[1])
-        assert log.since(0) == ALL[:2]
+        assert operations_after(log, 0) == ALL[:2]
         files = database_files(tmp_path)
     assert opened(tmp_path / "copy", files) == ALL[:2]
 
@@ -297,7 +298,7 @@ def test_after_an_interrupted_write_nothing_more_is_written(
             StorageError, match=r"a write to .* was interrupted; restart the writer"
         ):
             log.append(BATCHES[1])
-        assert log.since(0) == ALL[:2]
+        assert operations_after(log, 0) == ALL[:2]
 
 
 def test_acknowledged_means_synced(
@@ -326,7 +327,9 @@ def test_a_long_write_ahead_log_is_emptied(tmp_path: Path, monkeypatch: pytest.M
         for i in range(30):
             log.append([add(f"u{i}", "x" * 3000)])
             sizes.append((tmp_path / WAL).stat().st_size)
-        assert [operation.uid for operation in log.since(0)] == [f"u{i}" for i in range(30)]
+        assert [operation.uid for operation in operations_after(log, 0)] == [
+            f"u{i}" for i in range(30)
+        ]
     assert max(sizes) <= 50_000
     assert sizes.count(0) >= 2
 
@@ -344,7 +347,7 @@ def test_batches_of_threads_stay_whole(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         assert sorted(numbers.values()) == list(range(2, 19, 2))
-        operations = log.since(0)
+        operations = operations_after(log, 0)
         for i, number in numbers.items():
             assert operations[number - 2 : number] == [add(f"u{i}"), delete(f"u{i}")]
 
@@ -355,22 +358,22 @@ def test_it_is_read_before_a_commit_is_on_the_disk(
     seen: list[list[Operation]] = []
     with LabelLog(tmp_path, "m") as log:
         log.append(BATCHES[0])
-        read = staticmethod(lambda: seen.append(log.since(0)))
+        read = staticmethod(lambda: seen.append(operations_after(log, 0)))
         monkeypatch.setattr(Connection, "before_commit", read)
         log.append(BATCHES[1])
         assert seen == [ALL[:2]]
-        assert log.since(0) == ALL[:3]
+        assert operations_after(log, 0) == ALL[:3]
 
 
 def test_operations_before_the_log_began_are_not_there(tmp_path: Path) -> None:
     with LabelLog(tmp_path, "m", start_after=LogPlace(6)) as log:
         log.append([add("z")])
-        assert log.since(6) == [add("z")]
+        assert operations_after(log, 6) == [add("z")]
         with pytest.raises(
             StorageError,
             match=r"operations 6 to 6 of model 'm' are not in .*sqlite, which began later; use a bun",
         ):
-            log.since(5)
+            operations_after(log, 5)
 
 
 def test_nothing_acknowledged_is_lost_and_nothing_deleted_comes_back(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from operations import ALL, BATCHES, add, delete
+from operations import ALL, BATCHES, add, delete, operations_after
 from processes import wait_until
 
 from xmcray.errors import StorageError
@@ -61,7 +61,7 @@ def test_an_empty_folder_takes_the_copy(url: str, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / ".label_log.sqlite.unfinished").touch()
     with LabelLog(tmp_path / "one", "m", upload_url=url) as log:
-        assert log.since(0) == [*ALL, add("late")]
+        assert operations_after(log, 0) == [*ALL, add("late")]
         assert log.append([delete("late")]) == 8
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["label_log.sqlite"]
     with LabelLog(tmp_path / "one", "m", upload_url=url) as log:
@@ -131,7 +131,7 @@ def test_an_upload_that_arrived_although_it_failed_does_no_harm(url: str, tmp_pa
         assert len(objects(url)) == 5
     for state in ("one", "two"):
         with LabelLog(tmp_path / state, "m", upload_url=url) as log:
-            assert log.since(0) == ALL
+            assert operations_after(log, 0) == ALL
 
 
 def test_local_state_wins_but_not_over_a_newer_copy(url: str, tmp_path: Path) -> None:
@@ -159,9 +159,9 @@ def test_a_log_that_begins_late_has_a_copy_too(url: str, tmp_path: Path) -> None
     with LabelLog(tmp_path / "one", "m", upload_url=url, start_after=LogPlace(6)) as log:
         assert log.append([add("z")]) == 7
     with LabelLog(tmp_path / "two", "m", upload_url=url) as log:
-        assert log.since(6) == [add("z")]
+        assert operations_after(log, 6) == [add("z")]
         with pytest.raises(StorageError, match="operations 1 to 6 of model 'm' are not in"):
-            log.since(0)
+            operations_after(log, 0)
     LabelLog(tmp_path / "short", "m", upload_url=f"{url}-short").close()
     with LabelLog(tmp_path / "one", "m", upload_url=f"{url}-short") as log:
         with pytest.raises(StorageError, match="ends with operation 0, the local log begins after"):
@@ -220,5 +220,5 @@ def test_a_server_that_is_down_or_slow_stops_no_append(
         assert log.append(BATCHES[1]) == 3, "while an upload hangs"
         server.stuck.set()
     with LabelLog(tmp_path / "two", "m", upload_url=url) as log:
-        assert log.since(0) == ALL[:3]
+        assert operations_after(log, 0) == ALL[:3]
     fsspec.filesystem("memory").store.clear()
