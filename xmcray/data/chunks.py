@@ -31,6 +31,7 @@ SCHEMA = pa.schema(
         ("row", pa.int64()),
         ("label_ids", pa.large_list(pa.int32())),
         ("relevance", pa.large_list(pa.float32())),
+        ("has_zeros", pa.bool_()),
     ]
 )
 
@@ -319,6 +320,8 @@ def pack_chunk(
         shard.odd[f"{chunk.split}: no positives"] = int(had_none.sum())
         all_filtered = ~had_none & (positives.lengths == 0)
         shard.odd[f"{chunk.split}: all positives filtered"] = int(all_filtered.sum())
+        has_zeros = np.asarray(chunk.rows["has_zeros"])
+        shard.odd[f"{chunk.split}: labels of weight 0 left out"] = int(has_zeros.sum())
         table = _with_relevance(table, chunk.rows, raw_positives, keep, positives)
     if texts:
         # A chunk without rows only reports rejected ones.

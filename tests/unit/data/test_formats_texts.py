@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from corpora import corpus_of
 
 from xmcray.data.formats import BadRow, Row, detect
 from xmcray.errors import DataError
@@ -187,6 +188,24 @@ def test_bad_rows_of_text_and_of_matrix_are_told_apart(tmp_path: Path) -> None:
         ("trn_X_Y.txt", 3),
         ("trn_X_Y.txt", 4),
     ]
+
+
+def test_a_stored_zero_of_a_label_matrix_is_no_positive(tmp_path: Path) -> None:
+    expected = [(), (), (2,)]
+    lines = "3 3\n1:0\n\n0:0.0 2:1\n"
+    write(tmp_path / "renee", trn_X__txt=TEXTS, Y__txt=LABEL_TEXTS, trn_X_Y__txt=lines)
+    write(tmp_path / "dexml", raw_trn_X__txt=TEXTS, raw_Y__txt=LABEL_TEXTS)
+    npz(tmp_path / "dexml" / "Y.trn.npz", data=np.array([0.0, 0.0, 1.0]))
+    write(tmp_path / "pecos", Y__txt=LABEL_TEXTS, X__trn__txt="1:0\ta\n\tb\n0:0,2:1\tc\n")
+    for layout in ("renee", "dexml", "pecos"):
+        queries = read(tmp_path / layout)[1]
+        assert [row.label_ids for row in queries] == expected
+        assert [row.has_zeros for row in queries] == [True, False, True]
+        # The relevance that is left is 1 for all.
+        assert queries[2].relevance is None
+    card = corpus_of(tmp_path / "renee", tmp_path / "corpus").card
+    assert card.odd["train: labels of weight 0 left out"] == 2
+    assert card.odd["train: no positives"] == 2
 
 
 def npz(path: Path, **changes: np.ndarray) -> None:

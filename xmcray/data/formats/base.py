@@ -49,6 +49,7 @@ class Row:
         row: position in the raw file, from 0, rejected rows counted: filter pairs and label ids
             refer to it.
         has_uid: whether the raw files have a name for it.
+        has_zeros: whether its row of a label matrix stores zeros, which are no positives.
     """
 
     uid: str
@@ -57,6 +58,7 @@ class Row:
     relevance: tuple[float, ...] | None = None
     row: int = 0
     has_uid: bool = True
+    has_zeros: bool = False
 
 
 @dataclass(frozen=True, slots=True)

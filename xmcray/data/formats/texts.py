@@ -108,8 +108,8 @@ def _query_rows(file: TextFile, matrix: Matrix, num_labels: int, on_bad: OnBad) 
             f"{matrix.path} has {num_columns} columns, but there are {num_labels} labels; one is wrong"
         )
 
-    def positives(entries: Entries) -> Labels:
-        return check_labels(*entries, num_labels)
+    def positives(entries: Entries) -> tuple[Labels, bool]:
+        return _without_zeros(check_labels(*entries, num_labels))
 
     number = -1
     pairs = zip_longest(file.texts, parsed(matrix.rows, positives))
@@ -124,10 +124,26 @@ def _query_rows(file: TextFile, matrix: Matrix, num_labels: int, on_bad: OnBad) 
         elif isinstance(labels, BadValue):
             on_bad(BadRow(str(matrix.path), matrix.first_line + number, str(labels)))
         else:
-            label_ids, relevance = labels
-            yield Row(str(number), text, label_ids, relevance, number, has_uid=False)
+            positives_of_row, has_zeros = labels
+            yield Row(
+                str(number), text, *positives_of_row, number, has_uid=False, has_zeros=has_zeros
+            )
     if number + 1 != num_rows:
         raise _mismatch(file.path, matrix, str(number + 1))
+
+
+def _without_zeros(labels: Labels) -> tuple[Labels, bool]:
+    """The entries of a matrix row that are not 0, and whether some are.
+
+    A sparse matrix with a stored zero is equal to the one without it.
+    """
+    label_ids, relevance = labels
+    if relevance is None or 0.0 not in relevance:
+        return labels, False
+    pairs = zip(label_ids, relevance, strict=True)
+    weights = {label: weight for label, weight in pairs if weight != 0}
+    is_graded = any(weight != 1 for weight in weights.values())
+    return (tuple(weights), tuple(weights.values()) if is_graded else None), True
 
 
 def _mismatch(path: Path, matrix: Matrix, num_rows: str) -> DataError:
@@ -148,8 +164,9 @@ def _tab_rows(path: Path, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
             raise BadValue("no tab, expected labels<TAB>text; or add Y.trn.npz and Y.tst.npz")
         # PECOS writes "label::value" in some releases and separates labels by commas.
         labels = labels.replace(b"::", b":").replace(b",", b" ")
-        positives = check_labels(*parse_entries(labels, default=1.0), num_labels)
-        return Row(str(row), _text_of(text), *positives, row, has_uid=False)
+        entries = parse_entries(labels, default=1.0)
+        positives, has_zeros = _without_zeros(check_labels(*entries, num_labels))
+        return Row(str(row), _text_of(text), *positives, row, has_uid=False, has_zeros=has_zeros)
 
     return rows_of(read_lines(path), path, query, on_bad)
 
