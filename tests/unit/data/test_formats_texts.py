@@ -208,6 +208,34 @@ def test_a_stored_zero_of_a_label_matrix_is_no_positive(tmp_path: Path) -> None:
     assert card.odd["train: no positives"] == 2
 
 
+@pytest.mark.parametrize(
+    ("present", "missing"),
+    [("tst_X.txt", r"tst_X_Y\.txt or tst_X_Y\.npz"), ("tst_X_Y.txt", r"tst_X\.txt")],
+)
+def test_a_test_split_that_is_there_in_part_is_refused(
+    tmp_path: Path, present: str, missing: str
+) -> None:
+    write(tmp_path, trn_X__txt=TEXTS, Y__txt=LABEL_TEXTS, trn_X_Y__txt=Y_TXT)
+    assert detect(tmp_path).splits == ("train",)
+    (tmp_path / present).write_text("")
+    with pytest.raises(DataError, match=f"has {present}, but lacks {missing} of format renee"):
+        detect(tmp_path)
+
+
+def test_a_file_that_is_there_plain_and_packed_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, trn_X__txt=TEXTS, Y__txt=LABEL_TEXTS, trn_X_Y__txt=Y_TXT)
+    write(tmp_path, filter_labels_train__txt="1 2\n")
+    source = detect(tmp_path)
+    (tmp_path / "filter_labels_train.txt.gz").touch()
+    with pytest.raises(
+        DataError, match=r"filter_labels_train\.txt and filter_labels_train\.txt\.gz"
+    ):
+        source.filters("train")
+    (tmp_path / "trn_X.txt.gz").touch()
+    with pytest.raises(DataError, match=r"has trn_X\.txt and trn_X\.txt\.gz, expected one of them"):
+        detect(tmp_path)
+
+
 def npz(path: Path, **changes: np.ndarray) -> None:
     parts = {
         "indptr": np.array([0, 1, 1, 3]),

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xmcray.config import unknown
-from xmcray.data.formats.base import BadRow, Format, OnBad, Row, find, folder_name, read_filters
+from xmcray.data.formats.base import (
+    BadRow,
+    Format,
+    OnBad,
+    Row,
+    find,
+    find_any,
+    folder_name,
+    read_filters,
+)
 from xmcray.data.formats.json_lines import JSONL, LF, TEVATRON, Records
 from xmcray.data.formats.tables import HUGGINGFACE, PARQUET
 from xmcray.data.formats.texts import BOW, DEXML, PECOS, RENEE, SPARSE
@@ -134,7 +143,8 @@ def detect(path: str | Path, format: str | None = None) -> RawFiles:  # noqa: A0
 
     Raises:
         ConfigError: no such format.
-        DataError: no such folder, or its files fit no layout, or not the named one.
+        DataError: no such folder, or its files fit no layout, or not the named one; the test split is
+            there in part, or a file twice.
     """
     folder = Path(path)
     if format is not None and format not in FORMATS:
@@ -148,8 +158,10 @@ def detect(path: str | Path, format: str | None = None) -> RawFiles:  # noqa: A0
         layout = FORMATS[name]
         missing_files = _missing(folder, layout.train)
         if not missing_files:
-            has_test = not _missing(folder, layout.test)
-            return RawFiles(name, folder, ("train", "test") if has_test else ("train",))
+            splits = ("train", "test") if _has_test(folder, name) else ("train",)
+            for pattern in (*layout.train, *layout.test):
+                find(folder, pattern)  # raises an error if a file is there twice
+            return RawFiles(name, folder, splits)
         if format or len(missing_files) < len(layout.train):
             missing[name] = missing_files
     if missing:
@@ -167,7 +179,21 @@ def detect(path: str | Path, format: str | None = None) -> RawFiles:  # noqa: A0
     )
 
 
+def _has_test(folder: Path, name: str) -> bool:
+    """Whether the files of a test split are there; raises DataError if only some are."""
+    patterns = FORMATS[name].test
+    missing_files = _missing(folder, patterns)
+    if missing_files and len(missing_files) < len(patterns):
+        present = [path.name for pattern in patterns for path in find_any(folder, pattern)]
+        lacking = " and ".join(missing_files)
+        raise DataError(
+            f"{folder} has {' and '.join(present)}, but lacks {lacking} of format {name}; add it, or take"
+            " the others out of the folder"
+        )
+    return not missing_files
+
+
 def _missing(folder: Path, patterns: tuple[str, ...]) -> list[str]:
     """The patterns that no file fits, in words."""
-    missing = [pattern for pattern in patterns if not find(folder, pattern)]
+    missing = [pattern for pattern in patterns if not find_any(folder, pattern)]
     return [pattern.replace("|", " or ") for pattern in missing]

@@ -136,7 +136,7 @@ class Format(Protocol):
 
     @property
     def test(self) -> tuple[str, ...]:
-        """Patterns of the files that make a test split."""
+        """Patterns of the files that make a test split: all of them are there, or none."""
         ...
 
     def labels(self, folder: Path, on_bad: OnBad) -> Iterator[Row]:
@@ -163,7 +163,23 @@ def find(folder: Path, pattern: str) -> list[Path]:
 
     An alternative with `*` may match several files. They are sorted, numbers by their values: part-2
     comes before part-10.
+
+    Raises:
+        DataError: a file is there both as it is and with .gz, whose contents may differ.
     """
+    files = find_any(folder, pattern)
+    for path in files:
+        packed = path.with_name(f"{path.name}.gz")
+        if packed.is_file():
+            raise DataError(
+                f"{folder} has {path.name} and {packed.name}, expected one of them; take the other out"
+                " of the folder"
+            )
+    return files
+
+
+def find_any(folder: Path, pattern: str) -> list[Path]:
+    """Like `find`, for files that need not belong to the data set."""
     for name in pattern.split("|"):
         for candidate in (name, f"{name}.gz"):
             files = [path for path in folder.glob(candidate) if path.is_file()]

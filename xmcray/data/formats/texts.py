@@ -193,17 +193,22 @@ class Lines:
     @property
     def train(self) -> tuple[str, ...]:
         """Patterns of the files that must be there."""
-        patterns = [self.queries_in["train"]]
-        if not self.labels_before_tab:  # otherwise the matrix may be missing
-            patterns.append(self.matrix_in["train"])
+        patterns = self._of_split("train")
         if not self.features:  # otherwise labels may have no text
             patterns.append(self.labels_in)
-        return tuple(dict.fromkeys(patterns))
+        return tuple(patterns)
 
     @property
     def test(self) -> tuple[str, ...]:
         """Patterns of the files of the test split."""
-        return (self.queries_in["test"],)
+        return tuple(self._of_split("test"))
+
+    def _of_split(self, split: str) -> list[str]:
+        patterns = [self.queries_in[split]]
+        # Queries of a bag of words are in the file of their labels.
+        if not self.labels_before_tab and not self._is_bag:
+            patterns.append(self.matrix_in[split])
+        return patterns
 
     def labels(self, folder: Path, on_bad: OnBad) -> Iterator[Row]:
         """All labels in file order; without a label file they have no text."""
