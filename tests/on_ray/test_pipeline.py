@@ -131,6 +131,17 @@ def test_a_changed_byte_is_refused(corpus: Corpus, raw: Path, tmp_path: Path) ->
     )  # workers trust the driver's check
 
 
+def test_labels_are_removed_from_a_first_corpus_too(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", labels=LABELS, train=TRAIN)
+    removed = raw / "removed_labels.jsonl"
+    removed.write_text("".join(json.dumps(label) + "\n" for label in LABELS))
+    with pytest.raises(DataError, match="names all labels, expected some to be left"):
+        prepare(detect(raw), tmp_path / "c", **SMALL)
+    removed.write_text('{"uid": "l3"}\n{"uid": "unknown"}\n')
+    corpus = prepare(detect(raw), tmp_path / "c", **SMALL)
+    assert corpus.removed_labels.tolist() == [3]
+
+
 def test_malformed_rows_stop_or_are_recorded(tmp_path: Path) -> None:
     bad = {"uid": "far", "text": "x", "labels": [23]}
     odd = {"uid": "odd", "text": " ", "labels": []}

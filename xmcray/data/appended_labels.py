@@ -1,7 +1,7 @@
-"""Labels of new raw files that are appended to a corpus, matched with its own by uid.
+"""Labels of new raw files that are appended to a corpus, matched with its own by uid; removed labels.
 
 A label of the new files is the one of the corpus that has its uid, or a new one. Labels that
-`removed_labels.jsonl` next to the new files names by uid keep their ids, but no bundle answers them
+`removed_labels.jsonl` next to the raw files names by uid keep their ids, but no bundle answers them
 any more.
 """
 
@@ -108,6 +108,27 @@ def removed_labels(corpus: Corpus, new: RawFiles, label_ids: Int64Array) -> Int6
             f"{new.path}/{REMOVED_UIDS} names all labels of {corpus.path}, expected some to be left"
         )
     return np.array(sorted(removed_ids), np.int64)
+
+
+def removed_rows(raw: RawFiles) -> Int64Array:
+    """Rows of the label file that the file of removed labels names, ascending.
+
+    Raises:
+        DataError: the file of removed labels is malformed, or no label is left.
+    """
+    removed_uids = _removed_uids(raw.path)
+    if not removed_uids:
+        return np.empty(0, np.int64)
+    rows = []
+    num_labels = 0
+    # Malformed rows are reported when the rows are read for good.
+    for label in raw.labels(lambda bad: None):
+        num_labels += 1
+        if label.uid in removed_uids:
+            rows.append(label.row)
+    if len(rows) == num_labels:
+        raise DataError(f"{raw.path}/{REMOVED_UIDS} names all labels, expected some to be left")
+    return np.array(rows, np.int64)
 
 
 def _removed_uids(folder: Path) -> set[str]:

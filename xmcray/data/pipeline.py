@@ -19,7 +19,7 @@ import numpy as np
 from rich.progress import Progress
 
 from xmcray.data.append import appended_files, settings_of
-from xmcray.data.appended_labels import match_labels
+from xmcray.data.appended_labels import match_labels, removed_rows
 from xmcray.data.chunks import (
     NO_PAIRS,
     PackedShard,
@@ -30,7 +30,7 @@ from xmcray.data.chunks import (
     test_keys,
 )
 from xmcray.data.continued_writer import continued_writer, files_to_write
-from xmcray.data.corpus import KIND, Corpus
+from xmcray.data.corpus import KIND, REMOVED, Corpus
 from xmcray.data.formats import RawFiles
 from xmcray.data.stream import (
     READ_CPUS,
@@ -96,9 +96,10 @@ def prepare(
         **asdict(config),
     }
     about["tokenizer"] = short_name(config.tokenizer)
-    # Before Ray starts, because a file of side vectors may be malformed.
+    # Before Ray starts, because these files may be malformed.
     source.side_width()
     source.warn_of_integer_labels()
+    removed_ids = removed_rows(source)
     tokenizer = None
     if config.tokenizer != "wordpiece":
         # Before Ray starts, because the name may be wrong.
@@ -112,6 +113,8 @@ def prepare(
     with ray_session(), new_artifact(out, KIND, about) as folder, progress_bar(progress) as bar:
         pipeline = _Pipeline(source, config, share(parallelism), stall_s, bar)
         writer = CorpusWriter(folder, source, config, name, licence)
+        if len(removed_ids):
+            np.save(folder / REMOVED, removed_ids)
         if tokenizer is None:
             tokenizer = pipeline.trained_tokenizer()
         pipeline.write_rows(writer, tokenizer)
