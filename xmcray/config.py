@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import difflib
 import functools
+import math
 import sys
 import types
 import typing
@@ -285,13 +286,15 @@ def check_range(
     low: float,
     high: float | None = None,
 ) -> None:
-    """Raises ConfigError unless low <= value <= high; NaN is in no range."""
+    """Raises ConfigError unless low <= value <= high; NaN and infinity are in no range."""
     expected = f"at least {low:g}"
     # Comparisons with NaN are false, so it is outside of every range.
-    is_inside = low <= value
+    is_inside = low <= value < math.inf
     if high is not None:
         expected += f" and at most {high:g}"
         is_inside = is_inside and value <= high
+    elif value == math.inf:
+        expected += " and finite"
     if not is_inside:
         raise ConfigError(f"{name} is {value}, expected {expected}")
 

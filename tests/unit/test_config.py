@@ -152,10 +152,17 @@ def test_a_range_refuses_what_is_not_inside(value: float) -> None:
     config.check_range("rate", 1, 0, 1)
 
 
+def test_a_range_without_an_end_refuses_infinity() -> None:
+    with pytest.raises(ConfigError, match="lr is inf, expected at least 0 and finite"):
+        config.check_range("lr", math.inf, 0)
+
+
 @pytest.mark.parametrize(
     "setting",
     [
         "optim.lr=.nan",
+        "optim.lr=.inf",
+        "optim.weight_decay=1e999",
         "optim.stop_epoch=-1",
         "optim.stop_epoch=16",
         "optim.beta1=1",
