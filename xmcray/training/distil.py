@@ -41,7 +41,7 @@ from xmcray.retrieval.query_encoder import CHUNK
 from xmcray.retrieval.retriever import Retriever
 from xmcray.storage.artifact import link_files, open_artifact, refuse_existing
 from xmcray.storage.manifest import FileEntry, Manifest
-from xmcray.training.held_out import held_out_by, without_voters
+from xmcray.training.held_out import held_out_by, some_rows, without_voters
 from xmcray.training.optim import EncoderOptimizer, OptimConfig, lr_factor
 from xmcray.training.outcome import check_fits
 from xmcray.training.probability_curves import fit_calibration
@@ -183,7 +183,7 @@ def distil(
     query_encoder = dataclasses.replace(teacher.query_encoder, encoder=encoder.eval())
     student = dataclasses.replace(teacher, query_encoder=query_encoder, calibration=None)
     rows = data.validation_rows
-    measured = rows[:MOST_MEASURED]
+    measured = some_rows(rows, MOST_MEASURED, config.seed)
     outcome = DistilOutcome(
         teacher=_precision(teacher, corpus, measured),
         student=_precision(student, corpus, measured),
@@ -272,7 +272,7 @@ def _temperature(teacher: Retriever, data: TrainingData, config: Distillation) -
 
     Guo et al., "On calibration of modern neural networks", ICML 2017.
     """
-    rows = data.validation_rows[:TEMPERATURE_QUERIES]
+    rows = some_rows(data.validation_rows, TEMPERATURE_QUERIES, config.seed)
     vector_BD = teacher.query_encoder.encode(data.tokens(rows))
     num_labels = min(config.candidates, teacher.num_labels)
     top = teacher.labels.search(vector_BD, num_labels)

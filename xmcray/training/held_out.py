@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from xmcray import config as configs
+from xmcray import draws
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.relevance import Relevance
@@ -60,6 +61,18 @@ def _held_out_by_run(bundle: str, about: Mapping[str, Any], corpus: Corpus) -> T
             " or train with data.validation=0.05"
         )
     return TrainingData(corpus, config)
+
+
+def some_rows(rows: Int64Array, count: int, seed: int) -> Int64Array:
+    """At most `count` of some rows, ascending: a random subset, because a file may be sorted.
+
+    Args:
+        rows: ascending.
+        count: largest number of them.
+        seed: of the draw.
+    """
+    places = draws.generator(seed, "measured", 0).permutation(len(rows))[:count]
+    return rows[np.sort(places)]
 
 
 def relevance_of(about: Mapping[str, Any], corpus: Corpus) -> Relevance | None:

@@ -28,7 +28,7 @@ from xmcray.retrieval.reranker import KIND, RerankConfig, Reranker
 from xmcray.retrieval.retriever import Retriever
 from xmcray.storage.artifact import new_artifact, open_artifact, refuse_existing
 from xmcray.training.export import selected_bundle
-from xmcray.training.held_out import held_out_by, without_voters
+from xmcray.training.held_out import held_out_by, some_rows, without_voters
 from xmcray.training.outcome import bundle_of
 from xmcray.training.run import Run
 from xmcray.types import Int64Array, TopLabels, spans
@@ -119,7 +119,8 @@ def train_reranker(
     reranker = Reranker(encoder, settings)
     # Queries that are held out must not vote for themselves.
     judge = without_voters(retriever, corpus, held_out)
-    reranker, outcome = _with_best_weight(reranker, judge, corpus, held_out[:MOST_HELD_OUT])
+    measured = some_rows(held_out, MOST_HELD_OUT, config.seed)
+    reranker, outcome = _with_best_weight(reranker, judge, corpus, measured)
     about = {
         "bundle": manifest.sha256,
         "corpus_sha256": corpus.sha256,
