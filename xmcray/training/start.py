@@ -80,10 +80,13 @@ def settings_from(source: Run, method_name: str, corpus: Corpus) -> dict[str, An
     values = dataclasses.replace(config, method=method, encoder=encoder).to_dict()
     num_old = old.card.num_train
     queries = corpus.split("train")
-    if _begins_with(queries.uids, old.split("train").uids, num_old, len(queries)):
+    old_queries = old.split("train")
+    # Without names of their own, queries are named by their rows, so their texts must agree too.
+    pairs = ((queries.uids, old_queries.uids), (queries.texts, old_queries.texts))
+    if all(_begins_with(names, old_names, num_old, len(queries)) for names, old_names in pairs):
         values["data"]["validation_from"] = num_old
         return values
-    num_known = _num_shared(queries, old.split("train"))
+    num_known = _num_shared(queries, old_queries)
     if num_known:
         logger.warning(
             "%d of %d training queries were trained on by %s, and are not the first ones of %s, so"
@@ -225,11 +228,13 @@ def _begins_with(names: _Names, old_names: _Names, num_old: int, num_rows: int) 
 
 
 def _num_shared(queries: Split, old: Split) -> int:
-    """How many queries are also among older ones, by uid."""
-    old_uids: set[str] = set()
+    """How many queries are also among older ones, by uid; by text if uids are only numbers of rows."""
+    are_numbers = all(uid.isdigit() for ids in id_blocks(len(old)) for uid in old.uids(ids))
+    old_names: set[str] = set()
     for ids in id_blocks(len(old)):
-        old_uids.update(old.uids(ids))
-    return sum(uid in old_uids for ids in id_blocks(len(queries)) for uid in queries.uids(ids))
+        old_names.update(old.texts(ids) if are_numbers else old.uids(ids))
+    names = queries.texts if are_numbers else queries.uids
+    return sum(name in old_names for ids in id_blocks(len(queries)) for name in names(ids))
 
 
 def _carry(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,33 @@ def test_queries_that_were_trained_on_and_may_be_held_out_are_counted(
     assert settings_from(astra, "astra", turned)["data"]["validation_from"] == 0
     [message] = caplog.messages
     assert message.startswith(f"{num_train} of {num_train} training queries were trained on by ")
+
+
+def test_queries_that_are_named_by_their_rows_are_compared_by_text(
+    corpora: tuple[Corpus, Corpus],
+    astra: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    raw = tmp_path / "raw"
+    shutil.copytree(corpora[0].path.parent / "old", raw)
+    rows = [json.loads(line) for line in (raw / "train.jsonl").read_text().splitlines()]
+    unnamed = [{**row, "uid": None, "text": f"unique {n}"} for n, row in enumerate(rows)]
+
+    def corpus(name: str, queries: list[dict[str, Any]]) -> Corpus:
+        (raw / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in queries))
+        return corpus_of(raw, tmp_path / name, tokenizer=corpora[0].tokenizer())
+
+    old = corpus("old", unnamed)
+    other = corpus("other", [{**row, "text": row["text"] + " other"} for row in unnamed])
+    turned = corpus("turned", unnamed[::-1])
+    monkeypatch.setattr("xmcray.training.start.open_corpus", lambda run: old)
+    assert settings_from(astra, "astra", other)["data"]["validation_from"] == 0
+    assert not caplog.messages
+    assert settings_from(astra, "astra", turned)["data"]["validation_from"] == 0
+    [message] = caplog.messages
+    assert message.startswith(f"{len(rows)} of {len(rows)} training queries were trained on by ")
 
 
 @pytest.mark.parametrize("moment", ["start", "early", "late"])
