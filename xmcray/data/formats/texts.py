@@ -124,9 +124,9 @@ def _query_rows(file: TextFile, matrix: Matrix, num_labels: int, on_bad: OnBad) 
         elif isinstance(labels, BadValue):
             on_bad(BadRow(str(matrix.path), matrix.first_line + number, str(labels)))
         else:
-            positives_of_row, has_zeros = labels
+            (label_ids, relevance), has_zeros = labels
             yield Row(
-                str(number), text, *positives_of_row, number, has_uid=False, has_zeros=has_zeros
+                str(number), text, label_ids, relevance, number, has_uid=False, has_zeros=has_zeros
             )
     if number + 1 != num_rows:
         raise _mismatch(file.path, matrix, str(number + 1))
