@@ -13,7 +13,7 @@ from models import write_bert
 from xmcray.data.tokens import TextTokenizer, from_transformer
 from xmcray.errors import ConfigError
 from xmcray.nn import frozen
-from xmcray.nn.encoder import EncoderConfig, build_encoder
+from xmcray.nn.encoder import Encoder, EncoderConfig, build_encoder
 from xmcray.nn.transformer import TransformerEncoder
 from xmcray.training.optim import EncoderOptimizer, OptimConfig
 from xmcray.types import Ragged
@@ -33,10 +33,14 @@ def tokenizer(folder: Path) -> TextTokenizer:
     return from_transformer(str(folder), max_len=16)
 
 
+@pytest.fixture(scope="module")
+def tokens(tokenizer: TextTokenizer) -> Ragged:
+    return tokenizer.encode(TEXTS)
+
+
 def make(folder: Path, tokenizer: TextTokenizer) -> TransformerEncoder:
-    config = EncoderConfig(
-        name=str(folder), dim=16, frozen=True
-    )  # as wide as the model: it is projected all the same
+    # As wide as the model: it is projected all the same.
+    config = EncoderConfig(name=str(folder), dim=16, frozen=True)
     encoder = build_encoder(config, tokenizer, None, seed=1)
     assert isinstance(encoder, TransformerEncoder)
     return encoder
@@ -51,97 +55,146 @@ def never(*_: object, **__: object) -> None:
     raise AssertionError("a text was encoded again")
 
 
-def test_vectors_come_from_the_files_and_only_the_projection_learns(
-    folder: Path, tokenizer: TextTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_vectors_come_from_the_files_after_a_restart(
+    folder: Path,
+    tokenizer: TextTokenizer,
+    tokens: Ragged,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(frozen, "FILE_ROWS", 4)
     monkeypatch.setattr(frozen, "TEXTS_AT_ONCE", 3)
-    tokens = tokenizer.encode(TEXTS)
     encoder = make(folder, tokenizer)
     encoder.remember(tmp_path, len(TEXTS), tokens.take)
-    plain = make(folder, tokenizer)
-    plain.load_state_dict(encoder.state_dict())
-    expected = plain.eval()(tokens)
+    # 6 texts in files of 4.
     assert [path.name for path in files_of(tmp_path)] == ["00000000.npy", "00000001.npy"]
+    without_files = make(folder, tokenizer)
+    without_files.load_state_dict(encoder.state_dict())
+    expected = without_files.eval()(tokens)
+
     restarted = make(folder, tokenizer)
     monkeypatch.setattr(TransformerEncoder, "call_costs", never)
     restarted.remember(tmp_path, len(TEXTS), tokens.take)
-    order = np.array([5, 1, 3, 0, 2, 4, 3])
     restarted.train()
-    found = restarted(tokens.take(order))
-    torch.testing.assert_close(found, expected[torch.from_numpy(order)], rtol=0, atol=1e-6)
-    before = {name: tensor.clone() for name, tensor in restarted.state_dict().items()}
-    optimizer = EncoderOptimizer({"encoder": restarted}, OptimConfig(), [])
-    found.square().sum().backward()
+    order = np.array([5, 1, 3, 0, 2, 4, 3])
+    vectors = restarted(tokens.take(order))
+
+    torch.testing.assert_close(vectors, expected[torch.from_numpy(order)], rtol=0, atol=1e-6)
+
+
+def test_only_the_projection_learns(
+    folder: Path, tokenizer: TextTokenizer, tokens: Ragged, tmp_path: Path
+) -> None:
+    encoder = make(folder, tokenizer)
+    encoder.remember(tmp_path, len(TEXTS), tokens.take)
+    encoder.train()
+    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    optimizer = EncoderOptimizer({"encoder": encoder}, OptimConfig(), [])
+
+    encoder(tokens).square().sum().backward()
     optimizer.step(1.0)
-    moved = [
-        name
-        for name, tensor in restarted.state_dict().items()
-        if not torch.equal(tensor, before[name])
-    ]
+
+    after = encoder.state_dict()
+    moved = [name for name in after if not torch.equal(after[name], before[name])]
     assert moved == ["projection.weight"]
 
 
 def test_a_file_that_a_kill_left_out_is_made_again_with_the_same_bytes(
-    folder: Path, tokenizer: TextTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tokenizer: TextTokenizer,
+    tokens: Ragged,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(frozen, "FILE_ROWS", 2)
-    tokens = tokenizer.encode(TEXTS)
     make(folder, tokenizer).remember(tmp_path, len(TEXTS), tokens.take)
-    kept = {path.name: path.read_bytes() for path in files_of(tmp_path)}
-    files_of(tmp_path)[1].unlink()
+    files = files_of(tmp_path)
+    contents = [path.read_bytes() for path in files]
+    files[1].unlink()
+
     make(folder, tokenizer).remember(tmp_path, len(TEXTS), tokens.take)
-    assert {path.name: path.read_bytes() for path in files_of(tmp_path)} == kept
+
+    assert files_of(tmp_path) == files
+    assert [path.read_bytes() for path in files] == contents
+
+
+def variances(vectors: torch.Tensor) -> torch.Tensor:
+    """Along the principal axes, up to the number of vectors; the largest comes first."""
+    return torch.linalg.svdvals(vectors - vectors.mean(dim=0)).square()
+
+
+def make_narrow(name: Path, tokenizer: TextTokenizer) -> Encoder:
+    config = EncoderConfig(name=str(name), dim=3, frozen=True)
+    return build_encoder(config, tokenizer, None, seed=1)
 
 
 def test_a_new_projection_starts_on_the_principal_axes_at_length_one(
-    folder: Path, tokenizer: TextTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tokenizer: TextTokenizer,
+    tokens: Ragged,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # The axes are those of the vectors of several files.
     monkeypatch.setattr(frozen, "FILE_ROWS", 4)
-    tokens = tokenizer.encode(TEXTS)
-    config = EncoderConfig(name=str(folder), dim=3, frozen=True)
-    encoder = build_encoder(config, tokenizer, None, seed=1)
+    encoder = make_narrow(folder, tokenizer)
+    encoder.remember(tmp_path, len(TEXTS), tokens.take)
+
+    vectors = encoder(tokens).detach()
+
+    assert float(vectors.norm(dim=1).mean()) == pytest.approx(1)
+    # The three largest variances are kept, up to the common scale.
+    kept = variances(vectors)
+    largest = variances(encoder.pooled(tokens))[:3]
+    torch.testing.assert_close(kept / kept[0], largest / largest[0])
+
+
+def test_a_projection_that_was_loaded_stays_as_it_was_trained(
+    folder: Path, tokenizer: TextTokenizer, tokens: Ragged, tmp_path: Path
+) -> None:
+    encoder = make_narrow(folder, tokenizer)
     encoder.remember(tmp_path / "v", len(TEXTS), tokens.take)
     vectors = encoder(tokens).detach()
-    assert float(vectors.norm(dim=1).mean()) == pytest.approx(1)
-    pooled = encoder.pooled(tokens)
-    variances = torch.linalg.svdvals(pooled - pooled.mean(dim=0)).square()
-    projected = torch.linalg.svdvals(vectors - vectors.mean(dim=0)).square()
-    # The three largest variances are kept, up to the common scale.
-    torch.testing.assert_close(projected / projected[0], variances[:3] / variances[0])
-
-    # A projection that was loaded stays as it was trained.
     encoder.save(tmp_path / "saved")
-    saved = EncoderConfig(name=str(tmp_path / "saved"), dim=3, frozen=True)
-    again = build_encoder(saved, tokenizer, None, seed=1)
-    again.get_parameter("projection.weight").data *= 7
-    again.remember(tmp_path / "v", len(TEXTS), tokens.take)
-    torch.testing.assert_close(again(tokens), 7 * vectors)
+
+    loaded = make_narrow(tmp_path / "saved", tokenizer)
+    loaded.get_parameter("projection.weight").data *= 7
+    loaded.remember(tmp_path / "v", len(TEXTS), tokens.take)
+
+    torch.testing.assert_close(loaded(tokens), 7 * vectors)
 
 
+@pytest.mark.parametrize("change", ["pooling", "weights"])
 def test_another_model_or_pooling_does_not_read_the_vectors_of_one(
-    folder: Path, tokenizer: TextTokenizer, tmp_path: Path
+    folder: Path, tokenizer: TextTokenizer, tokens: Ragged, tmp_path: Path, change: str
 ) -> None:
-    tokens = tokenizer.encode(TEXTS)
     encoder = make(folder, tokenizer)
     encoder.remember(tmp_path, len(TEXTS), tokens.take)
-    pooled = encoder.pooled(tokens)
-    for change in ("pooling", "weights"):
-        other = make(folder, tokenizer)
-        if change == "pooling":
-            other.pooling = "cls"
-        else:
-            other.model.get_input_embeddings().weight.data += 0.1
-        other.remember(tmp_path, len(TEXTS), tokens.take)
-        assert not torch.allclose(other.pooled(tokens), pooled), change
-    assert len(list(tmp_path.iterdir())) == 3
+    other = make(folder, tokenizer)
+    if change == "pooling":
+        other.pooling = "cls"
+    else:
+        other.model.get_input_embeddings().weight.data += 0.1
+
+    other.remember(tmp_path, len(TEXTS), tokens.take)
+
+    assert not torch.allclose(other.pooled(tokens), encoder.pooled(tokens))
+    # A folder of vectors for each.
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_keys_tell_texts_apart() -> None:
-    rows = [row for n in range(4) for row in itertools.product([0, 1, 2, 30_000], repeat=n)]
-    keys = frozen.text_keys(Ragged.from_rows(rows))
-    assert len(set(keys.tolist())) == len(rows)
-    assert frozen.text_keys(Ragged.from_rows(rows[::-1])).tolist() == keys[::-1].tolist()
+    """All texts of up to three tokens out of four."""
+    texts: list[tuple[int, ...]] = []
+    for length in range(4):
+        texts += itertools.product([0, 1, 2, 30_000], repeat=length)
+
+    keys = frozen.text_keys(Ragged.from_rows(texts)).tolist()
+
+    assert len(set(keys)) == len(texts)
+    # A key does not depend on the text's place.
+    backwards = frozen.text_keys(Ragged.from_rows(texts[::-1])).tolist()
+    assert backwards == keys[::-1]
 
 
 def test_a_static_encoder_cannot_be_frozen() -> None:
