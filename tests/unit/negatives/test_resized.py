@@ -27,80 +27,95 @@ from xmcray.negatives.refresh import (
 )
 from xmcray.negatives.version_folder import MergedBlock, QueryBlock, VersionFolder
 
+CONFIG = NegativesConfig(hard=5, start_epoch=2)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> TrainingData:
+    return TrainingData(planted_corpus(tmp_path / "data"), DataConfig())
+
 
 def published(path: Path, data: TrainingData) -> VersionFolder:
     """A version that two ranks have published."""
-    rng, labels = np.random.default_rng(0), data.num_labels
+    rng = np.random.default_rng(0)
+    query_ids = data.query_ids[:]
+    row_LD = rng.normal(size=(data.num_labels, 8)).astype("f")
+    query_ND = rng.normal(size=(len(query_ids), 8)).astype("f")
+    ids_of_ranks = np.array_split(query_ids, 2)
+    queries_of_ranks = np.array_split(query_ND, 2)
     folder = Ledger(path).version(0)
-    rows, vectors = (
-        rng.normal(size=(labels, 8)).astype("f"),
-        rng.normal(size=(len(data.query_ids[:]), 8)).astype("f"),
-    )
-    for rank, (ids, part) in enumerate(
-        zip(np.array_split(data.query_ids[:], 2), np.array_split(vectors, 2), strict=True)
-    ):
+    for rank in range(2):
+        ids = ids_of_ranks[rank]
+        # As many more labels are searched as may not be negatives.
         extra = data.positives(ids).lengths + data.excluded(ids).lengths
-        folder.write_queries(7, rank, QueryBlock(ids, part, extra))
-        start, stop = rank * labels // 2, (rank + 1) * labels // 2
-        folder.write_rows(start, rows[start:stop])
+        folder.write_queries(7, rank, QueryBlock(ids, queries_of_ranks[rank], extra))
+        start = rank * data.num_labels // 2
+        stop = (rank + 1) * data.num_labels // 2
+        folder.write_rows(start, row_LD[start:stop])
         folder.publish(rank, 2, 7)
     return folder
 
 
+def completed(path: Path, data: TrainingData, spec: RefreshSpec) -> VersionFolder:
+    """The same version, found without interruption."""
+    folder = published(path, data)
+    run_version(folder, data, spec)
+    return folder
+
+
+def assert_same_shortlist(folder: VersionFolder, expected: VersionFolder) -> None:
+    np.testing.assert_array_equal(folder.shortlist().labels, expected.shortlist().labels)
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3), (3, 2)])
 def test_what_another_number_of_shards_found_is_not_mixed_in(
-    before: int, after: int, tmp_path: Path
+    before: int, after: int, data: TrainingData, tmp_path: Path
 ) -> None:
-    data = TrainingData(planted_corpus(tmp_path / "data"), DataConfig())
-    config = NegativesConfig(hard=5, start_epoch=2)
-    expected = published(tmp_path / "expected", data)
-    run_version(expected, data, RefreshSpec(before, config, 0))
+    expected = completed(tmp_path / "expected", data, RefreshSpec(before, CONFIG, 0))
     half_done = published(tmp_path / "half", data)
-    search_shard(half_done, 0, data.num_labels, RefreshSpec(before, config, 0))
+    search_shard(half_done, 0, data.num_labels, RefreshSpec(before, CONFIG, 0))
     for block in half_done.query_blocks:
         ids = half_done.read_queries(block).ids
         wrong = MergedBlock(ids, np.zeros((len(ids), 5), np.int32), np.zeros(len(ids), np.int64))
         half_done.write_merged(before, block, wrong)
-    run_version(half_done, data, RefreshSpec(after, config, 0))
-    np.testing.assert_array_equal(half_done.shortlist().labels, expected.shortlist().labels)
+
+    run_version(half_done, data, RefreshSpec(after, CONFIG, 0))
+
+    assert_same_shortlist(half_done, expected)
 
 
-def test_only_the_blocks_that_a_killed_actor_did_not_merge_are_merged_again(tmp_path: Path) -> None:
-    data = TrainingData(planted_corpus(tmp_path / "data"), DataConfig())
-    spec = RefreshSpec(2, NegativesConfig(hard=5, start_epoch=2), 0)
-    expected = published(tmp_path / "expected", data)
-    run_version(expected, data, spec)
+def test_only_the_blocks_that_a_killed_actor_did_not_merge_are_merged_again(
+    data: TrainingData, tmp_path: Path
+) -> None:
+    spec = RefreshSpec(2, CONFIG, 0)
+    expected = completed(tmp_path / "expected", data, spec)
     killed = published(tmp_path / "killed", data)
+    first, second = killed.query_blocks
+
+    # Both shards are searched, and only the first actor merges its block.
     for shard in range(2):
         search_shard(killed, shard, data.num_labels, spec)
     merge_blocks(killed, 0, data, spec)
-    first, second = killed.query_blocks
     assert killed.has_merged(2, first)
     assert not killed.has_merged(2, second), "it is the share of the other actor"
     with pytest.raises(FileNotFoundError):
         complete_version(killed, data, spec)
     assert not killed.complete
     assert not (killed.path / "shortlist.npy").exists()
-    merged = killed.path / "found" / "merged-0002" / f"{first}.safetensors"
-    before = merged.stat()
+
+    # A new pool merges what is missing.
+    merged_first = killed.path / "found" / "merged-0002" / f"{first}.safetensors"
+    file_before = merged_first.stat().st_ino
     for shard in range(2):
         merge_blocks(killed, shard, data, spec)
-    assert merged.stat().st_ino == before.st_ino
+    assert merged_first.stat().st_ino == file_before
     complete_version(killed, data, spec)
-    np.testing.assert_array_equal(killed.shortlist().labels, expected.shortlist().labels)
+    assert_same_shortlist(killed, expected)
 
 
-@pytest.mark.parametrize("shares_gpu", [True, False])
-def test_a_shard_whose_device_is_full_is_searched_on_the_cpu(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    shares_gpu: bool,
-) -> None:
-    data = TrainingData(planted_corpus(tmp_path / "data"), DataConfig())
-    on_cpu = RefreshSpec(1, NegativesConfig(hard=5, start_epoch=2), 0)
-    expected = published(tmp_path / "expected", data)
-    run_version(expected, data, on_cpu)
+@pytest.fixture
+def full_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose memory was taken after an actor had looked at it."""
     build = refresh.build_index
 
     def build_without_room(*args: Any, gpu: int | None, **settings: Any) -> Any:
@@ -109,16 +124,29 @@ def test_a_shard_whose_device_is_full_is_searched_on_the_cpu(
         return build(*args, gpu=gpu, **settings)
 
     monkeypatch.setattr(refresh, "build_index", build_without_room)
-    # There was room when the actor looked.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
-    on_gpu = dataclasses.replace(on_cpu, gpu=0, shares_gpu=shares_gpu)
+
+
+@pytest.mark.usefixtures("full_gpu")
+def test_a_shard_whose_shared_device_is_full_is_searched_on_the_cpu(
+    data: TrainingData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_cpu = RefreshSpec(1, CONFIG, 0)
+    on_gpu = dataclasses.replace(on_cpu, gpu=0, shares_gpu=True)
+    expected = completed(tmp_path / "expected", data, on_cpu)
     folder = published(tmp_path / "full", data)
-    if not shares_gpu:
-        with pytest.raises(torch.OutOfMemoryError):
-            run_version(folder, data, on_gpu)
-        return
+
     with caplog.at_level(logging.WARNING):
         run_version(folder, data, on_gpu)
+
     assert "a trainer has taken the memory of device 0" in caplog.text
-    np.testing.assert_array_equal(folder.shortlist().labels, expected.shortlist().labels)
+    assert_same_shortlist(folder, expected)
+
+
+@pytest.mark.usefixtures("full_gpu")
+def test_a_device_of_its_own_that_is_full_is_an_error(data: TrainingData, tmp_path: Path) -> None:
+    on_gpu = RefreshSpec(1, CONFIG, 0, gpu=0, shares_gpu=False)
+    folder = published(tmp_path / "full", data)
+    with pytest.raises(torch.OutOfMemoryError):
+        run_version(folder, data, on_gpu)
