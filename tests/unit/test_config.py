@@ -172,12 +172,15 @@ def test_a_range_without_an_end_refuses_infinity() -> None:
         "data.seed=-1",
         "data.validation=nan",
         "cluster.cpus_per_worker=.nan",
+        "method.logit_prior=.inf",
+        "method.regulariser_margin=.nan",
     ],
 )
 def test_settings_of_a_run_out_of_range(setting: str) -> None:
     name = setting.partition("=")[0]
+    method = "prime" if name == "method.regulariser_margin" else "astra"
     with pytest.raises(ConfigError, match=f"^{name} is .*, expected at least"):
-        RunConfig.resolve("astra", {}, [setting])
+        RunConfig.resolve(method, {}, [setting])
 
 
 @pytest.mark.parametrize(

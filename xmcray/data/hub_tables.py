@@ -146,7 +146,9 @@ class HubTables:
             if configuration not in builders:
                 builder = load_dataset_builder(path, configuration, **options)
                 if getattr(builder.config, "keep_default_na", False):
-                    builder = load_dataset_builder(path, configuration, **options, **_CSV_OPTIONS)
+                    builder = load_dataset_builder(
+                        path, configuration, **options, **self._csv_options()
+                    )
                 builder.download_and_prepare()
                 builders[configuration] = builder
             return builders[configuration]
@@ -166,6 +168,16 @@ class HubTables:
         if Path(self.source).is_dir():
             self._warn_of_unread_files(builders.values())
         return tables
+
+    def _csv_options(self) -> dict[str, Any]:
+        """How `datasets` reads CSV files."""
+        columns = [self.columns.uid, self.columns.label_uid]
+        # Without a table of labels, integers are refused, because they would be their own texts.
+        if "labels" in (self.splits or ()):
+            columns.append(self.columns.labels)
+        # A uid such as 007 would become the number 7.
+        as_texts = {column: _cell_as_text for column in columns if column}
+        return {**_CSV_OPTIONS, "converters": as_texts}
 
     def _location(self, cache: str) -> tuple[str, dict[str, Any]]:
         """What `load_dataset_builder` gets."""
@@ -320,6 +332,11 @@ def _progress_bars(progress: bool) -> Iterator[None]:
 def _item(feature: Any) -> Any:
     """The type of a list's items; that of the column if it holds no lists."""
     return getattr(feature, "feature", feature)
+
+
+def _cell_as_text(cell: str) -> str | None:
+    """A cell of a CSV file as it is; None if it is blank."""
+    return cell or None
 
 
 def _uids(cells: list[Any]) -> list[str | None]:

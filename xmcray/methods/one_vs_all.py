@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from xmcray import draws
-from xmcray.config import check_choices, check_ranges
+from xmcray.config import check_choices, check_range, check_ranges
 from xmcray.errors import ConfigError
 from xmcray.losses.bce import full_bce
 from xmcray.losses.pairs import Pairs
@@ -71,6 +71,9 @@ class OneVsAllConfig:
             init_std=0,
             chunk_labels=1,
         )
+        if self.logit_prior != "prior":
+            # No log-odds of labels come near these bounds, which leave out infinity and NaN.
+            check_range("method.logit_prior", self.logit_prior, low=-1000, high=1000)
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,7 @@ class PrimeConfig:
             query_to_text=0,
             text_to_query=0,
             regulariser=0,
+            regulariser_margin=(-2, 2),  # as far as cosines differ
             gamma_min=0,
             centroid_momentum=(0, 1),
             dropout=(0, 0.99),

@@ -304,3 +304,23 @@ def test_words_of_csv_that_look_like_no_value_are_kept(tmp_path: Path) -> None:
     (source / "train.csv").write_text("\n".join(lines))
     raw = raw_files(source, tmp_path / "raw", relevance="clicks")
     assert queries(raw) == [("0", "None", ["NA"]), ("1", "windhoek", []), ("2", "nan", ["null"])]
+
+
+def test_uids_of_csv_stay_texts(tmp_path: Path) -> None:
+    source = tmp_path / "set"
+    source.mkdir()
+    configurations = [
+        "configs:",
+        "- config_name: queries",
+        "  data_files: queries.csv",
+        "- config_name: labels",
+        "  data_files: labels.csv",
+    ]
+    (source / "README.md").write_text("\n".join(["---", *configurations, "---", ""]))
+    (source / "queries.csv").write_text("uid,text,labels\n007,bond,01\n7,seven,1\n,none,\n")
+    (source / "labels.csv").write_text("uid,text\n01,agent\n1,number\n")
+    splits = {"train": "train", "labels": "labels/train"}
+    tables = HubTables(str(source), Columns(uid="uid"), "queries", splits)
+    raw = raw_files(source, tmp_path / "raw", tables)
+    assert [row.uid for row in raw.labels(refused)] == ["01", "1"]
+    assert queries(raw)[:2] == [("007", "bond", ["agent"]), ("7", "seven", ["number"])]
