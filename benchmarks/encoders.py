@@ -25,7 +25,6 @@ from typing import Any
 import data_sets
 import torch
 from common import new_parser, refuse_if_busy, write_table
-from encoder_speed import packaged_model
 from minilm import tokenised, vectors
 
 from xmcray import config as configs
@@ -103,7 +102,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--set", dest="sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--model", default=packaged_model(), help="folder of a transformer")
+    parser.add_argument(
+        "--model", default=data_sets.packaged_minilm(), help="folder of a transformer"
+    )
     parser.add_argument(
         "--override", nargs="+", default=[], metavar="a.b=c", help="settings over the presets"
     )

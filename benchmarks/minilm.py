@@ -25,7 +25,6 @@ from typing import Any
 import data_sets
 import torch
 from common import new_parser, refuse_if_busy, write_table
-from encoder_speed import packaged_model
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
@@ -96,7 +95,9 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--method", nargs="*", choices=method_names(), default=method_names())
     parser.add_argument(
-        "--model", default=packaged_model(), help="folder of a sentence-transformers model"
+        "--model",
+        default=data_sets.packaged_minilm(),
+        help="folder of a sentence-transformers model",
     )
     parser.add_argument(
         "--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over those here"

