@@ -14,6 +14,7 @@ part of the queries and scaled, and is FAISS's own, the faster of the two we hav
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ from xmcray.retrieval.index_tuning import TUNE_QUERIES
 
 K = 50
 FLAT_QUERIES = 2000
+# Of the training of the rows.
+POOL = 2048
+LR = 0.2
+OFFSET = -6.0  # of all logits
 HEADER = [
     "rows",
     "D",
@@ -62,20 +67,15 @@ def main() -> None:
     load = refuse_if_busy(arguments.anyway)
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
+    measured = []
     if arguments.file:
-        tensors = load_file(arguments.file)
-        rows = np.asarray(tensors["rows"], np.float32)
-        queries = np.asarray(
-            tensors.get("queries", rows[:: max(1, len(rows) // arguments.queries)]), np.float32
-        )
-        measured = [measure(rows, queries[: arguments.queries + TUNE_QUERIES], arguments)]
+        rows, queries = read_vectors(arguments.file, arguments.queries)
+        measured.append(measure(rows, queries, arguments))
         origin = f"rows and queries of {arguments.file.name}"
     else:
-        sizes = [(rows, dim) for rows in arguments.rows for dim in arguments.dim]
-        measured = [
-            measure(*kept(rows, dim, arguments.queries, arguments.positives), arguments)
-            for rows, dim in sizes
-        ]
+        for num_rows, dim in itertools.product(arguments.rows, arguments.dim):
+            rows, queries = cached(num_rows, dim, arguments.queries, arguments.positives)
+            measured.append(measure(rows, queries, arguments))
         origin = (
             f"rows of a classifier, {arguments.positives} positives per label (see the program)"
         )
@@ -89,38 +89,53 @@ def main() -> None:
 
 
 def measure(rows: np.ndarray, queries: np.ndarray, arguments: argparse.Namespace) -> list[Any]:
-    sample = queries[-TUNE_QUERIES:]
-    queries = queries[:-TUNE_QUERIES]
-    few = queries[:FLAT_QUERIES]
-    exact_ids, flat_s = cpu_timed(lambda: full_search(rows, few))
-    flat_s *= len(queries) / len(few)
-    chosen_by = None if arguments.stand_ins else sample
+    """One row of the table: the index against a search of all rows."""
+    tuning = queries[-TUNE_QUERIES:]
+    measured = queries[:-TUNE_QUERIES]
+    # The exact search answers the first queries alone, and its time is scaled to all of them.
+    first = measured[:FLAT_QUERIES]
+    exact_ids, first_flat_s = cpu_timed(lambda: full_search(rows, first))
+    flat_s = first_flat_s * len(measured) / len(first)
     name = resolve_factory(arguments.factory, *rows.shape)
     spec = IndexSpec(factory=name)
-    index, build_s = cpu_timed(lambda: build_index(rows, spec, queries=chosen_by))
-    top, search_s = cpu_timed(lambda: index.search(queries, K))
-    # The exact search answers the first queries alone.
-    recall = recall_of(top.ids[: len(few)], exact_ids, K)
+    # Without queries the index is tuned on noisy rows.
+    tuned_by = None if arguments.stand_ins else tuning
+    index, build_s = cpu_timed(lambda: build_index(rows, spec, queries=tuned_by))
+    top, search_s = cpu_timed(lambda: index.search(measured, K))
+    recall = recall_of(top.ids[: len(first)], exact_ids, K)
     ratio = f"{flat_s / (build_s + search_s):.1f} x"
-    tuned = [name, index.nprobe, index.candidates]
-    return [*rows.shape, len(queries), *tuned, recall, build_s, search_s, flat_s, ratio]
+    settings = [name, index.nprobe, index.candidates]
+    return [*rows.shape, len(measured), *settings, recall, build_s, search_s, flat_s, ratio]
 
 
 def full_search(rows: np.ndarray, queries: np.ndarray) -> np.ndarray:
+    """Ids of the K best rows of each query, [Q, K], by FAISS."""
     flat = faiss.IndexFlatIP(rows.shape[1])
     flat.add(rows)
-    return flat.search(queries, K)[1]
+    _, ids = flat.search(queries, K)
+    return ids
 
 
-def kept(rows: int, dim: int, queries: int, positives: int) -> tuple[np.ndarray, np.ndarray]:
-    """What `trained` gives, from the cache if it was trained before."""
-    path = data_sets.CACHE / "index" / f"{rows}x{dim}-{queries}-{positives}.safetensors"
+def read_vectors(path: Path, num_queries: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and queries of a file; without queries some of the rows are searched."""
+    tensors = load_file(path)
+    rows = np.asarray(tensors["rows"], np.float32)
+    every = max(1, len(rows) // num_queries)
+    queries = np.asarray(tensors.get("queries", rows[::every]), np.float32)
+    return rows, queries[: num_queries + TUNE_QUERIES]
+
+
+def cached(
+    num_rows: int, dim: int, num_queries: int, positives: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The result of `trained`, from the cache if it was trained before."""
+    path = data_sets.CACHE / "index" / f"{num_rows}x{dim}-{num_queries}-{positives}.safetensors"
     if not path.is_file():
-        made = trained(rows, dim, queries + TUNE_QUERIES, positives)
+        rows, queries = trained(num_rows, dim, num_queries + TUNE_QUERIES, positives)
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".part")
-        save_file(dict(zip(("rows", "queries"), made, strict=True)), aside)
-        aside.replace(path)
+        unfinished = path.with_suffix(".part")
+        save_file({"rows": rows, "queries": queries}, unfinished)
+        unfinished.replace(path)
     arrays = load_file(path)
     return arrays["rows"], arrays["queries"]
 
@@ -128,50 +143,75 @@ def kept(rows: int, dim: int, queries: int, positives: int) -> tuple[np.ndarray,
 def trained(
     num_labels: int, dim: int, num_queries: int, positives: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows float32 [L, D] of a one-vs-all classifier and queries float32 [Q, D] of the kind it was trained on.
+    """Trains rows float32 [L, D] of a one-vs-all classifier on the spot.
 
     Labels lie around 100 times fewer topics and are drawn with frequencies rank^-0.6; a query is its label and noise.
     Binary cross-entropy with a pool of uniform negatives, row-wise Adagrad.
+
+    Returns:
+        The rows, and further queries float32 [Q, D] from the distribution of the training.
     """
     generator = torch.Generator().manual_seed(0)
-
-    def normal(number: int) -> torch.Tensor:
-        return torch.randn(number, dim, generator=generator)
-
-    topic = normal(max(50, num_labels // 100))
-    label_LD = topic[torch.randint(len(topic), (num_labels,), generator=generator)] + 0.6 * normal(
-        num_labels
-    )
-    label_LD = torch.nn.functional.normalize(label_LD, dim=1)
-    rank = torch.randperm(num_labels, generator=generator) + 1
-    mass_L = (rank.double() ** -0.6).cumsum(0)
-
-    def draw(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        uniform = torch.rand(number, generator=generator, dtype=torch.float64) * mass_L[-1]
-        ids = torch.searchsorted(mass_L, uniform).clamp_(max=num_labels - 1)
-        return 4 * torch.nn.functional.normalize(
-            label_LD[ids] + 0.6 * dim**-0.5 * normal(number), dim=1
-        ), ids
-
+    source = QuerySource(num_labels, dim, generator)
     row_LD = torch.zeros(num_labels, dim)
     square_L1 = torch.full((num_labels, 1), 1e-3)
+
+    def update(ids: torch.Tensor, gradient: torch.Tensor) -> None:
+        # A label may occur several times, and its gradients are added.
+        unique_ids, place = torch.unique(ids, return_inverse=True)
+        gradient_UD = torch.zeros(len(unique_ids), dim).index_add_(0, place, gradient)
+        square_L1[unique_ids] += gradient_UD.square().mean(dim=1, keepdim=True)
+        row_LD[unique_ids] -= LR * gradient_UD / square_L1[unique_ids].sqrt()
+
     batch = 8192 if num_labels > 200_000 else 1024
     for _ in range(positives * num_labels // batch):
-        query_BD, label_B = draw(batch)
-        pool_C = torch.randint(num_labels, (2048,), generator=generator)
-        positive_B = torch.sigmoid((query_BD * row_LD[label_B]).sum(dim=1) - 6) - 1
-        negative_BC = torch.sigmoid(query_BD @ row_LD[pool_C].T - 6).masked_fill_(
-            pool_C == label_B[:, None], 0
-        )
-        for ids, gradient in (
-            (label_B, positive_B[:, None] * query_BD),
-            (pool_C, negative_BC.T @ query_BD),
-        ):
-            touched, place = torch.unique(ids, return_inverse=True)
-            sum_UD = torch.zeros(len(touched), dim).index_add_(0, place, gradient)
-            square_L1[touched] += sum_UD.square().mean(dim=1, keepdim=True)
-            row_LD[touched] -= 0.2 * sum_UD / square_L1[touched].sqrt()
-    return row_LD.numpy(), draw(num_queries)[0].numpy()
+        query_BD, label_B = source.draw(batch)
+        pool_C = torch.randint(num_labels, (POOL,), generator=generator)
+        # The gradients of binary cross-entropy with respect to the logits.
+        positive_logit_B = (query_BD * row_LD[label_B]).sum(dim=1) + OFFSET
+        positive_B = torch.sigmoid(positive_logit_B) - 1
+        negative_BC = torch.sigmoid(query_BD @ row_LD[pool_C].T + OFFSET)
+        is_positive_BC = pool_C == label_B[:, None]
+        negative_BC.masked_fill_(is_positive_BC, 0)
+        # The pool's gradient is computed before the positives' rows move.
+        pool_gradient_CD = negative_BC.T @ query_BD
+        update(label_B, positive_B[:, None] * query_BD)
+        update(pool_C, pool_gradient_CD)
+    queries, _ = source.draw(num_queries)
+    return row_LD.numpy(), queries.numpy()
+
+
+class QuerySource:
+    """Labels around topics, and queries around labels.
+
+    Args:
+        num_labels: number of labels.
+        dim: width of the vectors.
+        generator: for the labels, and then for the queries.
+    """
+
+    def __init__(self, num_labels: int, dim: int, generator: torch.Generator) -> None:
+        self.num_labels = num_labels
+        self.dim = dim
+        self.generator = generator
+        topic_TD = self._normal(max(50, num_labels // 100))
+        topic_of_label = torch.randint(len(topic_TD), (num_labels,), generator=generator)
+        label_LD = topic_TD[topic_of_label] + 0.6 * self._normal(num_labels)
+        self.label_LD = torch.nn.functional.normalize(label_LD, dim=1)
+        rank = torch.randperm(num_labels, generator=generator) + 1
+        self.cumulative_mass_L = (rank.double() ** -0.6).cumsum(0)
+
+    def draw(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [count, D] and the label of each."""
+        uniform = torch.rand(count, generator=self.generator, dtype=torch.float64)
+        # A label is drawn with a probability that is its share of all mass.
+        mass = uniform * self.cumulative_mass_L[-1]
+        ids = torch.searchsorted(self.cumulative_mass_L, mass).clamp_(max=self.num_labels - 1)
+        query_BD = self.label_LD[ids] + 0.6 * self.dim**-0.5 * self._normal(count)
+        return 4 * torch.nn.functional.normalize(query_BD, dim=1), ids
+
+    def _normal(self, count: int) -> torch.Tensor:
+        return torch.randn(count, self.dim, generator=self.generator)
 
 
 if __name__ == "__main__":
