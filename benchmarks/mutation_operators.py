@@ -1,4 +1,4 @@
-"""One-line mutations of Python source: found by text for a chosen list, or drawn by operators on the syntax tree."""
+"""One-line mutations of Python source: named by text in a chosen list, or drawn by operators on the syntax tree."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _EXTREMES = {
     "clamp_min": "clamp_max",
 }
 _DROPPED_CALLS = ("abs", "detach", "sort", "sqrt", "unique")
-# What users read or what refuses their mistakes is no computation.
+# Messages and checks of settings are no computation.
 _SKIPPED_FUNCTIONS = ("__post_init__",)
 _SKIPPED_CALLS = ("check_range", "check_choices", "warning", "info", "debug")
 
@@ -79,6 +79,27 @@ class Mutation:
         return "".join(lines)
 
 
+@dataclass(frozen=True)
+class Edit:
+    """A mistake within a line.
+
+    Attributes:
+        start: first column that is replaced.
+        stop: the column after the last one.
+        text: what is written there instead.
+        meaning: what a reader would call the mistake.
+    """
+
+    start: int
+    stop: int
+    text: str
+    meaning: str
+
+    def apply(self, line: str) -> str:
+        """The changed line."""
+        return line[: self.start] + self.text + line[self.stop :]
+
+
 def chosen_mutation(
     source: str, file: str, find: str, replace: str, mistake: str, inside: str | None = None
 ) -> Mutation:
@@ -101,7 +122,8 @@ def chosen_mutation(
     if inside is not None:
         first, last = _span(ast.parse(source), inside)
     numbers = [number for number in range(first, last + 1) if find in lines[number - 1]]
-    if len(numbers) != 1 or lines[numbers[0] - 1].count(find) != 1:
+    is_unique = len(numbers) == 1 and lines[numbers[0] - 1].count(find) == 1
+    if not is_unique:
         place = f"{file} ({inside})" if inside else file
         raise ValueError(f"{find!r} occurs in {len(numbers)} lines of {place}, expected 1")
     number = numbers[0]
@@ -122,10 +144,11 @@ def drawn_mutations(source: str, file: str, count: int, seed: int) -> list[Mutat
     lines = source.splitlines()
     candidates = []
     for node in _computations(tree):
-        for start, stop, text, meaning in _replacements(node, lines):
+        for edit in _edits(node, lines):
             before = lines[node.lineno - 1]
-            after = before[:start] + text + before[stop:]
-            candidates.append(Mutation(file, node.lineno, before, after, meaning, chosen=False))
+            after = edit.apply(before)
+            mutation = Mutation(file, node.lineno, before, after, edit.meaning, chosen=False)
+            candidates.append(mutation)
     candidates.sort(key=lambda mutation: _rank(seed, *mutation.key))
     drawn: dict[int, Mutation] = {}
     for mutation in candidates:
@@ -182,66 +205,75 @@ def _below(node: ast.AST) -> Iterator[ast.AST]:
                 yield from _below(child)
 
 
-def _replacements(node: ast.AST, lines: list[str]) -> Iterator[tuple[int, int, str, str]]:
-    """Mutations of a node within its line: first and last column, new text, meaning."""
+def _edits(node: ast.AST, lines: list[str]) -> Iterator[Edit]:
+    """Mistakes at a node that lies within one line."""
     if not isinstance(node, ast.expr | ast.stmt) or node.lineno != node.end_lineno:
         return
     # The tree counts bytes, and the lines are text.
-    raw = lines[node.lineno - 1]
-    if not raw.isascii():
+    line = lines[node.lineno - 1]
+    if not line.isascii():
         return
     if isinstance(node, ast.Compare):
-        yield from _comparison(node, raw)
+        yield from _comparison(node, line)
     elif isinstance(node, ast.BinOp):
-        yield from _arithmetic(node, raw)
+        yield from _arithmetic(node, line)
     elif isinstance(node, ast.BoolOp):
-        word, other = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
-        start = node.values[0].end_col_offset or 0
-        place = raw.index(word, start)
-        yield place, place + len(word), other, f"`{word}` becomes `{other}`"
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub | ast.Invert):
-        yield node.col_offset, node.operand.col_offset, "", "negation dropped"
+        yield _conjunction(node, line)
+    elif isinstance(node, ast.UnaryOp):
+        if isinstance(node.op, ast.Not | ast.USub | ast.Invert):
+            yield Edit(node.col_offset, node.operand.col_offset, "", "negation dropped")
     elif isinstance(node, ast.Constant):
         yield from _constant(node)
     elif isinstance(node, ast.Call):
-        yield from _call(node, raw)
-    elif isinstance(node, ast.AugAssign) or (
-        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-    ):
-        yield node.col_offset, node.end_col_offset or 0, "pass", "statement dropped"
+        yield from _call(node, line)
+    elif _is_dropped_statement(node):
+        yield Edit(node.col_offset, _stop(node), "pass", "statement dropped")
 
 
-def _comparison(node: ast.Compare, raw: str) -> Iterator[tuple[int, int, str, str]]:
+def _is_dropped_statement(node: ast.AST) -> bool:
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Call)
+    return isinstance(node, ast.AugAssign)
+
+
+def _comparison(node: ast.Compare, line: str) -> Iterator[Edit]:
     left = node.left
     for operator, right in zip(node.ops, node.comparators, strict=True):
-        text, other = _COMPARISONS[type(operator)]
-        place = raw.find(text, left.end_col_offset or 0)
-        if 0 <= place < right.col_offset:
-            yield place, place + len(text), other, f"`{text}` becomes `{other}`"
+        sign, other = _COMPARISONS[type(operator)]
+        start = line.find(sign, _stop(left))
+        if 0 <= start < right.col_offset:
+            yield _replaced(start, sign, other)
         left = right
 
 
-def _arithmetic(node: ast.BinOp, raw: str) -> Iterator[tuple[int, int, str, str]]:
+def _arithmetic(node: ast.BinOp, line: str) -> Iterator[Edit]:
     if type(node.op) not in _ARITHMETIC or _is_text(node.left) or _is_text(node.right):
         return
-    written = raw[node.col_offset : node.end_col_offset]
-    if isinstance(node.op, ast.Div) and ("path" in written or "folder" in written):
-        return
-    text, other = _ARITHMETIC[type(node.op)]
-    place = raw.find(text, node.left.end_col_offset or 0)
-    if 0 <= place < node.right.col_offset:
-        yield place, place + len(text), other, f"`{text}` becomes `{other}`"
+    if isinstance(node.op, ast.Div):
+        # A path is joined by the same sign.
+        term = _text(node, line)
+        if "path" in term or "folder" in term:
+            return
+    sign, other = _ARITHMETIC[type(node.op)]
+    start = line.find(sign, _stop(node.left))
+    if 0 <= start < node.right.col_offset:
+        yield _replaced(start, sign, other)
     if isinstance(node.op, _TERMS):
-        term = raw[node.right.col_offset : node.right.end_col_offset]
-        yield (
-            node.left.end_col_offset or 0,
-            node.end_col_offset or 0,
-            "",
-            f"`{text} {term}` dropped",
-        )
+        dropped = f"{sign} {_text(node.right, line)}"
+        yield Edit(_stop(node.left), _stop(node), "", f"`{dropped}` dropped")
 
 
-def _constant(node: ast.Constant) -> Iterator[tuple[int, int, str, str]]:
+def _conjunction(node: ast.BoolOp, line: str) -> Edit:
+    word = "and"
+    other = "or"
+    if isinstance(node.op, ast.Or):
+        word = "or"
+        other = "and"
+    start = line.index(word, _stop(node.values[0]))
+    return _replaced(start, word, other)
+
+
+def _constant(node: ast.Constant) -> Iterator[Edit]:
     value = node.value
     if isinstance(value, bool):
         other = repr(not value)
@@ -251,43 +283,61 @@ def _constant(node: ast.Constant) -> Iterator[tuple[int, int, str, str]]:
         other = repr(2 * value if value else 1.0)
     else:
         return
-    yield node.col_offset, node.end_col_offset or 0, other, f"`{value!r}` becomes `{other}`"
+    yield Edit(node.col_offset, _stop(node), other, f"`{value!r}` becomes `{other}`")
 
 
-def _call(node: ast.Call, raw: str) -> Iterator[tuple[int, int, str, str]]:
+def _call(node: ast.Call, line: str) -> Iterator[Edit]:
     name = _called(node)
-    function_stop = node.func.end_col_offset or 0
     if name in _EXTREMES:
-        other = _EXTREMES[name]
-        yield function_stop - len(name), function_stop, other, f"`{name}` becomes `{other}`"
+        start = _stop(node.func) - len(name)
+        yield _replaced(start, name, _EXTREMES[name])
     if name in _DROPPED_CALLS:
-        value: ast.expr | None = node.args[0] if node.args else None
-        if value is None and isinstance(node.func, ast.Attribute):
-            value = node.func.value
+        value = _value(node)
         if value is not None:
-            kept = raw[value.col_offset : value.end_col_offset]
-            yield node.col_offset, node.end_col_offset or 0, kept, f"`{name}` dropped"
-    if len(node.args) > 1 and _kind(node.args[0]) == _kind(node.args[1]) != "":
+            yield Edit(node.col_offset, _stop(node), _text(value, line), f"`{name}` dropped")
+    if len(node.args) > 1:
         first, second = node.args[:2]
-        first_text = raw[first.col_offset : first.end_col_offset]
-        second_text = raw[second.col_offset : second.end_col_offset]
-        swapped = f"{second_text}, {first_text}"
-        meaning = f"arguments of `{name}` swapped"
-        yield first.col_offset, second.end_col_offset or 0, swapped, meaning
-    # Without `device` nothing changes on a CPU.
-    if node.keywords and node.args and node.keywords[-1].arg != "device":
+        if _kind(first) == _kind(second) != "":
+            swapped = f"{_text(second, line)}, {_text(first, line)}"
+            meaning = f"arguments of `{name}` swapped"
+            yield Edit(first.col_offset, _stop(second), swapped, meaning)
+    if node.keywords and node.args:
         last = node.keywords[-1]
-        start = (
-            node.keywords[-2].value if len(node.keywords) > 1 else node.args[-1]
-        ).end_col_offset
-        stop = last.value.end_col_offset or 0
-        yield start or 0, stop, "", f"`{raw[last.col_offset : stop]}` dropped"
+        # Without `device` nothing changes on a CPU.
+        if last.arg != "device":
+            previous = node.keywords[-2].value if len(node.keywords) > 1 else node.args[-1]
+            yield Edit(_stop(previous), _stop(last.value), "", f"`{_text(last, line)}` dropped")
+
+
+def _value(node: ast.Call) -> ast.expr | None:
+    """What a call such as `sort(x)` or `x.sort()` changes."""
+    if node.args:
+        return node.args[0]
+    return node.func.value if isinstance(node.func, ast.Attribute) else None
+
+
+def _replaced(start: int, word: str, other: str) -> Edit:
+    return Edit(start, start + len(word), other, f"`{word}` becomes `{other}`")
+
+
+def _stop(node: ast.expr | ast.stmt) -> int:
+    """The column after a node."""
+    assert node.end_col_offset is not None
+    return node.end_col_offset
+
+
+def _text(node: ast.expr | ast.keyword, line: str) -> str:
+    """A node as it is written."""
+    return line[node.col_offset : node.end_col_offset]
 
 
 def _called(node: ast.Call) -> str:
+    """The last name of what is called."""
     if isinstance(node.func, ast.Attribute):
         return node.func.attr
-    return node.func.id if isinstance(node.func, ast.Name) else ""
+    if isinstance(node.func, ast.Name):
+        return node.func.id
+    return ""
 
 
 def _kind(node: ast.expr) -> str:
@@ -299,9 +349,9 @@ def _kind(node: ast.expr) -> str:
 
 
 def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.JoinedStr) or (
-        isinstance(node, ast.Constant) and isinstance(node.value, str)
-    )
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str)
+    return isinstance(node, ast.JoinedStr)
 
 
 def _is_other_program(source: str, mutation: Mutation) -> bool:
@@ -314,5 +364,6 @@ def _is_other_program(source: str, mutation: Mutation) -> bool:
 
 
 def _rank(seed: int, *key: str) -> bytes:
+    """Where a mutation stands in the random order of a seed."""
     text = "\0".join([str(seed), *key])
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
