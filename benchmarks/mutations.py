@@ -46,6 +46,7 @@ CACHE = Path(os.environ.get("XMCRAY_BENCHMARK_CACHE", ROOT / "runs" / "benchmark
 COPIED = ("xmcray", "tests", "benchmarks", "pyproject.toml")
 # Imported once, before the processes of the tests are forked; the package itself never is.
 PRELOADED = ("torch", "ray", "pyarrow.parquet", "safetensors.torch", "scipy.sparse", "tokenizers")
+HEADER = ("file", "mistake", "line", "caught by", "s")
 MUST_CATCH = 0.95
 POLL_S = 0.02
 TIMEOUT_S = 600.0  # of the tests of one file, which take a minute at most
@@ -53,7 +54,7 @@ TIMEOUT_S = 600.0  # of the tests of one file, which take a minute at most
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tests said.
+    """How the tests of a file ended.
 
     Attributes:
         test: the test that failed first; None if all passed.
@@ -64,6 +65,51 @@ class Outcome:
     test: str | None
     reason: str
     seconds: float
+
+
+@dataclass(frozen=True)
+class Tested:
+    """A mutation that was tested.
+
+    Attributes:
+        mutation: the mutation.
+        outcome: of its tests.
+        reason: why it changes no result that is promised; "" if it does.
+    """
+
+    mutation: Mutation
+    outcome: Outcome
+    reason: str
+
+    @property
+    def is_caught(self) -> bool:
+        """Whether a test failed."""
+        return self.outcome.test is not None
+
+    @property
+    def is_equivalent(self) -> bool:
+        """Whether it was not caught, and need not be."""
+        return not self.is_caught and bool(self.reason)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of the tests of one file.
+
+    Attributes:
+        key: of its outcome.
+        file: path below the package.
+        mutation: what is changed; None tests the file as it is.
+    """
+
+    key: str
+    file: str
+    mutation: Mutation | None
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether operators drew its mutation."""
+        return self.mutation is not None and not self.mutation.chosen
 
 
 class Outcomes:
@@ -181,7 +227,8 @@ class Slot:
         if not ended:
             os.waitpid(self._pid, 0)
         self._pid = 0
-        state, test = "passed", None
+        state = "passed"
+        test = None
         if self._state.is_file():
             state, test = json.loads(self._state.read_text())
         if self.mutation is not None:
@@ -190,7 +237,9 @@ class Slot:
             return Outcome(test, "timeout", seconds)
         if os.waitstatus_to_exitcode(status) == pytest.ExitCode.OK:
             return Outcome(None, "passed", seconds)
-        return Outcome(test, "failed" if state == "failed" else "crashed", seconds)
+        # A test that was running when the process ended has crashed it.
+        reason = "failed" if state == "failed" else "crashed"
+        return Outcome(test, reason, seconds)
 
     def _mutated_file(self, mutation: Mutation) -> Path:
         return self.folder / "xmcray" / mutation.file
@@ -219,7 +268,7 @@ def main() -> None:
     listed = yaml.safe_load(LIST.read_text(encoding="utf-8"))
     try:
         mutations = all_mutations(listed, arguments.drawn, arguments.seed)
-        equivalent = reasons(listed)
+        equivalent = equivalence_reasons(listed)
     except ValueError as error:
         print(f"error: {LIST.name}: {error}; bring the list up to date", file=sys.stderr)
         raise SystemExit(2) from None
@@ -228,36 +277,30 @@ def main() -> None:
     if arguments.list:
         for mutation in mutations:
             print(f"{mutation.file}:{mutation.line}  {mutation.meaning}")
-            print(f"    - {mutation.before.strip()}\n    + {mutation.after.strip()}")
+            print_change(mutation)
         print(f"{len(mutations)} mutations")
         return
     load = refuse_if_busy(anyway=True)
     kept = Outcomes(CACHE / "mutations.json", arguments.resume, arguments.kept)
-    reached = []
-    outcomes = []
-    for mutation, outcome in zip(
-        mutations, run_all(mutations, listed["tests"], arguments.processes, kept), strict=True
-    ):
+    outcomes = run_all(mutations, listed["tests"], arguments.processes, kept)
+    tested = []
+    for mutation, outcome in zip(mutations, outcomes, strict=True):
         if outcome is not None:
-            reached.append(mutation)
-            outcomes.append(outcome)
-    caught = sum(outcome.test is not None for outcome in outcomes)
-    argued = sum(
-        outcome.test is None and mutation.key in equivalent
-        for mutation, outcome in zip(reached, outcomes, strict=True)
-    )
-    share = caught / max(1, len(reached) - argued)
+            tested.append(Tested(mutation, outcome, equivalent.get(mutation.key, "")))
+    num_caught = sum(result.is_caught for result in tested)
+    num_equivalent = sum(result.is_equivalent for result in tested)
+    num_mistakes = len(tested) - num_equivalent
+    share = num_caught / max(1, num_mistakes)
     summary = (
-        f"{caught} of {len(reached)} mutations are caught; {argued} of the others change no result that is promised;"
-        f" {caught} of {len(reached) - argued} = {100 * share:.1f} % (must be 95 %)"
+        f"{num_caught} of {len(tested)} mutations are caught; {num_equivalent} of the others change no result that is"
+        f" promised; {num_caught} of {num_mistakes} = {100 * share:.1f} % (must be 95 %)"
     )
     if not arguments.only:
-        notes = [summary, *notes_of(reached, len(mutations), listed, outcomes, load)]
-        header = ("file", "mistake", "line", "caught by", "s")
-        table = rows(reached, outcomes, equivalent)
-        write_table(
-            "mutations.md", "Mutations of losses, sampling and negatives", header, table, notes
-        )
+        title = "Mutations of losses, sampling and negatives"
+        num_untested = len(mutations) - len(tested)
+        notes = [summary, *notes_of(tested, num_untested, len(listed["tests"]), load)]
+        table = [row(result) for result in tested]
+        write_table("mutations.md", title, HEADER, table, notes)
     print(summary)
     if share < MUST_CATCH:
         raise SystemExit(1)
@@ -291,15 +334,19 @@ def all_mutations(listed: dict[str, Any], count: int, seed: int) -> list[Mutatio
     return sorted(mutations, key=lambda mutation: (mutation.file, mutation.line))
 
 
-def reasons(listed: dict[str, Any]) -> dict[tuple[str, str, str], str]:
-    """Why a mutation changes no result that is promised, by the mutation's key."""
-    because_of = {}
+def equivalence_reasons(listed: dict[str, Any]) -> dict[tuple[str, str, str], str]:
+    """Why some mutations change no result that is promised, by the mutation's key.
+
+    Raises:
+        ValueError: the file lacks the line.
+    """
+    reasons = {}
     for entry in listed["equivalent"]:
         source = (ROOT / "xmcray" / entry["file"]).read_text(encoding="utf-8")
         if entry["before"] not in [line.strip() for line in source.splitlines()]:
             raise ValueError(f"{entry['file']} lacks the line {entry['before']!r}")
-        because_of[entry["file"], entry["before"], entry["after"]] = entry["because"]
-    return because_of
+        reasons[entry["file"], entry["before"], entry["after"]] = entry["because"]
+    return reasons
 
 
 def run_all(
@@ -320,108 +367,97 @@ def run_all(
     for mutation in mutations:
         file = mutation.file
         keys.append(kept.key(mutation.apply(sources[file]), tests[file]))
-    jobs: dict[str, tuple[Mutation | None, str]] = {}
+    jobs: dict[str, Job] = {}
     for file in tests:
         of_file = [number for number, mutation in enumerate(mutations) if mutation.file == file]
         if of_file:
             # Tests that fail without a mutation would catch everything.
-            jobs[kept.key(sources[file], tests[file])] = None, file
+            key = kept.key(sources[file], tests[file])
+            jobs[key] = Job(key, file, None)
         for number in of_file:
-            jobs[keys[number]] = mutations[number], file
-    missing = [(key, *job) for key, job in jobs.items() if key not in kept.by_key]
-    if kept.only:
-        missing = []
-    # A run that is cut off has lost the drawn mutations first.
-    missing.sort(key=lambda job: job[1] is not None and not job[1].chosen)
+            jobs[keys[number]] = Job(keys[number], file, mutations[number])
+    missing = [] if kept.only else [job for job in jobs.values() if job.key not in kept.by_key]
+    # Drawn mutations come last, because a run may be cut off.
+    missing.sort(key=lambda job: job.is_drawn)
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         slots = [Slot(Path(folder) / str(number)) for number in range(processes)]
         ended_jobs = _outcomes(slots, missing, tests)
-        for ended, (key, mutation, file, outcome) in enumerate(ended_jobs, start=1):
-            if mutation is not None or outcome.reason == "passed":
-                kept.add(key, outcome)
-            said = outcome.test or "passed"
-            print(f"{ended}/{len(missing)} {file}: {said}, {outcome.seconds:.0f} s", flush=True)
-            if mutation is None and outcome.reason != "passed":
-                print(f"error: {outcome.test} {outcome.reason} without a mutation", file=sys.stderr)
-                raise SystemExit(2)
-            if mutation is not None and outcome.test is None:
-                print(f"    SURVIVED line {mutation.line}: {mutation.meaning}")
-                print(f"    - {mutation.before.strip()}\n    + {mutation.after.strip()}")
+        for num_ended, (job, outcome) in enumerate(ended_jobs, start=1):
+            if job.mutation is not None or outcome.reason == "passed":
+                kept.add(job.key, outcome)
+            verdict = f"{outcome.test or 'passed'}, {outcome.seconds:.0f} s"
+            print(f"{num_ended}/{len(missing)} {job.file}: {verdict}", flush=True)
+            if job.mutation is None:
+                if outcome.reason != "passed":
+                    message = f"{outcome.test} {outcome.reason} without a mutation"
+                    print(f"error: {message}", file=sys.stderr)
+                    raise SystemExit(2)
+            elif outcome.test is None:
+                print(f"    SURVIVED line {job.mutation.line}: {job.mutation.meaning}")
+                print_change(job.mutation)
     return [kept.by_key.get(key) for key in keys]
 
 
-def rows(
-    mutations: Sequence[Mutation],
-    outcomes: Sequence[Outcome],
-    equivalent: dict[tuple[str, str, str], str],
-) -> list[tuple[str, ...]]:
-    """One row of the table for each mutation."""
-    table = []
-    for mutation, outcome in zip(mutations, outcomes, strict=True):
-        if outcome.test is None:
-            reason = equivalent.get(mutation.key)
-            caught_by = f"equivalent: {reason}" if reason else "**none**"
-        else:
-            name = outcome.test.removeprefix("tests/").replace("::", " ", 1)
-            caught_by = f"`{name}`" + ("" if outcome.reason == "failed" else f" ({outcome.reason})")
-        change = f"{_code(mutation.before)} → {_code(mutation.after)}"
-        kind = "" if mutation.chosen else "drawn: "
-        cells = [
-            mutation.file,
-            kind + mutation.meaning,
-            change,
-            caught_by,
-            f"{outcome.seconds:.0f}",
-        ]
-        table.append(tuple(cell.replace("|", "\\|") for cell in cells))
-    return table
+def print_change(mutation: Mutation) -> None:
+    print(f"    - {mutation.before.strip()}")
+    print(f"    + {mutation.after.strip()}")
 
 
-def notes_of(
-    reached: Sequence[Mutation],
-    num_mutations: int,
-    listed: dict[str, Any],
-    outcomes: Sequence[Outcome],
-    load: str,
-) -> list[str]:
+def row(result: Tested) -> list[str]:
+    """The row of the table for a mutation."""
+    mutation = result.mutation
+    outcome = result.outcome
+    if outcome.test is not None:
+        name = outcome.test.removeprefix("tests/").replace("::", " ", 1)
+        caught_by = f"`{name}`"
+        if outcome.reason != "failed":
+            caught_by += f" ({outcome.reason})"
+    elif result.reason:
+        caught_by = f"equivalent: {result.reason}"
+    else:
+        caught_by = "**none**"
+    mistake = mutation.meaning if mutation.chosen else f"drawn: {mutation.meaning}"
+    change = f"`{mutation.before.strip()}` → `{mutation.after.strip()}`"
+    cells = [mutation.file, mistake, change, caught_by, f"{outcome.seconds:.0f}"]
+    return [cell.replace("|", "\\|") for cell in cells]
+
+
+def notes_of(tested: Sequence[Tested], num_untested: int, num_files: int, load: str) -> list[str]:
     """Settings, time and what was not run."""
-    num_chosen = sum(mutation.chosen for mutation in reached)
-    num_drawn = len(reached) - num_chosen
-    golden = sum(outcome.test is not None and "test_curves" in outcome.test for outcome in outcomes)
-    minutes = sum(outcome.seconds for outcome in outcomes) / 60
+    num_chosen = sum(result.mutation.chosen for result in tested)
+    num_drawn = len(tested) - num_chosen
+    num_golden = 0
+    for result in tested:
+        if result.outcome.test is not None and "test_curves" in result.outcome.test:
+            num_golden += 1
+    minutes = sum(result.outcome.seconds for result in tested) / 60
     return [
         f"{num_chosen} mutations are from `mutations.yaml`, {num_drawn} were drawn by operators;"
-        f" {num_mutations - len(reached)} others were not reached",
-        f"{golden} are caught by a recorded curve alone, all others by a test that says what is right",
+        f" {num_untested} others were not reached",
+        f"{num_golden} are caught by a recorded curve alone, all others by a test that says what is right",
         f"{minutes:.0f} minutes of tests, on two processes; {load}",
         "each runs the tests of its file until the first fails, the quickest and most particular ones first: the table"
         " names one test, and others may fail, too",
-        f"not run: tests on Ray, of a transformer and of the commands; files other than these {len(listed['tests'])}",
+        f"not run: tests on Ray, of a transformer and of the commands; files other than these {num_files}",
     ]
 
 
-def _code(line: str) -> str:
-    return f"`{line.strip()}`"
-
-
 def _outcomes(
-    slots: Sequence[Slot],
-    jobs: Sequence[tuple[str, Mutation | None, str]],
-    tests: dict[str, list[str]],
-) -> Iterator[tuple[str, Mutation | None, str, Outcome]]:
-    """Runs jobs (key, mutation, file) in the slots; gives each that ends, with its outcome."""
+    slots: Sequence[Slot], jobs: Sequence[Job], tests: dict[str, list[str]]
+) -> Iterator[tuple[Job, Outcome]]:
+    """Runs jobs in the slots; gives each one that has ended, with its outcome."""
     waiting = list(jobs)
-    running: dict[int, tuple[str, Mutation | None, str]] = {}
+    running: dict[int, Job] = {}
     while waiting or running:
         for number, slot in enumerate(slots):
             if not slot.free:
                 outcome = slot.poll()
                 if outcome is not None:
-                    yield *running.pop(number), outcome
+                    yield running.pop(number), outcome
             if slot.free and waiting:
-                running[number] = waiting.pop(0)
-                _, mutation, file = running[number]
-                slot.start(mutation, tests[file])
+                job = waiting.pop(0)
+                running[number] = job
+                slot.start(job.mutation, tests[job.file])
         time.sleep(POLL_S)
 
 
@@ -434,8 +470,9 @@ def _run_tests(folder: Path, tests: Sequence[str], state: Path) -> None:
     os.dup2(log, 2)
     os.environ["PYTHONPATH"] = str(folder)
     os.environ["OMP_NUM_THREADS"] = "1"
-    kept = [path for path in sys.path if path and not (Path(path) / "xmcray").is_dir()]
-    sys.path[:] = [str(folder), *kept]
+    # Only the copy's package can be imported.
+    others = [path for path in sys.path if path and not (Path(path) / "xmcray").is_dir()]
+    sys.path[:] = [str(folder), *others]
     options = ["-x", "-p", "no:cacheprovider", "--rootdir", str(folder), "--basetemp", "basetemp"]
     code: int = pytest.ExitCode.INTERNAL_ERROR
     try:
