@@ -43,8 +43,16 @@ POSITIVES = 2
 LR = 0.05
 MOMENTUM = 0.9
 OFFSET = -6.0
-LIMIT_LABELS, LIMIT_DIM = 10**5, 256  # the case that is compared with the limit of the machine
+WARM_UP = 2  # steps of a block that do not count
+# The case that is compared with the limit of the machine.
+LIMIT_LABELS = 10**5
+LIMIT_DIM = 256
 LIMIT_GOAL = 1.8
+# Numbers of labels by width.
+SIZES = {256: [10**4, 10**5, 10**6], 64: [10**4, 10**5, 10**6, 10**7]}
+QUICK_SIZES = {256: [10**4, 10**5], 64: [10**4, 10**5]}
+# (labels, width, limit): how many times the step of 10^5 labels a step may take.
+GROWTH_LIMITS = ((10**6, 256, 1.6), (10**7, 64, 2.5))
 # As workers are started; malloc and OpenMP read them once, when the process begins.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -52,6 +60,14 @@ ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
 }
 PHASES = ("candidates", "read rows", "scores and loss", "gradients", "update")
+HEADER = [
+    "labels",
+    "D",
+    "distinct rows",
+    "step, ms",
+    *[f"{name}, ms" for name in PHASES],
+    "touched, MB",
+]
 
 
 @dataclass
@@ -59,8 +75,12 @@ class Case:
     """One number of labels at one width, with its measured steps.
 
     Attributes:
-        seconds: time of each measured step. phases: the same by part. distinct: rows a step met.
+        num_labels: rows of the classifier.
+        dim: their width.
         clock: of wall time, or time.process_time, which other processes do not disturb.
+        seconds: time of each measured step.
+        phases: the same by part, in the order of PHASES.
+        distinct: number of rows that each step met.
     """
 
     num_labels: int
@@ -89,8 +109,13 @@ class Case:
     @property
     def bytes_touched(self) -> float:
         """Of the model: the distinct rows' weight and state, each read and written once, and the pool's scores."""
-        rows = float(np.median(self.distinct))
-        return rows * self.dim * 4 * 4 + QUERIES * POOL * 4 * 4
+        num_rows = float(np.median(self.distinct))
+        bytes_of_float = 4
+        # Weight and state, each read and written.
+        row_bytes = num_rows * self.dim * bytes_of_float * 4
+        # Scores and their gradients, each written and read.
+        score_bytes = QUERIES * POOL * bytes_of_float * 4
+        return row_bytes + score_bytes
 
     def inputs(self) -> tuple[Batch, Ragged]:
         """A batch and its hard negatives."""
@@ -98,19 +123,18 @@ class Case:
         labels = generator.integers(self.num_labels, size=(QUERIES, POSITIVES + HARD))
         positives = [np.unique(row[:POSITIVES]) for row in labels]
         hard = [np.setdiff1d(row[POSITIVES:], row[:POSITIVES]) for row in labels]
-        ids = np.arange(QUERIES, dtype=np.int64)
-        empty = Ragged.empty(QUERIES)
-        return Batch(
-            0, self.step, ids, 0, QUERIES, empty, Ragged.from_rows(positives), empty
-        ), Ragged.from_rows(hard)
+        query_ids = np.arange(QUERIES, dtype=np.int64)
+        no_tokens = Ragged.empty(QUERIES)
+        positive_ids = Ragged.from_rows(positives)
+        batch = Batch(0, self.step, query_ids, 0, QUERIES, no_tokens, positive_ids, no_tokens)
+        return batch, Ragged.from_rows(hard)
 
     def query(self) -> torch.Tensor:
+        """Random query vectors of about unit length, which collect a gradient."""
         generator = torch.Generator().manual_seed(self.step)
-        return (
-            torch.randn(QUERIES, self.dim, generator=generator)
-            .div_(math.sqrt(self.dim))
-            .requires_grad_()
-        )
+        query_GD = torch.randn(QUERIES, self.dim, generator=generator)
+        query_GD /= math.sqrt(self.dim)
+        return query_GD.requires_grad_()
 
     def sampled(self, keep: bool) -> None:
         """One step on sampled labels."""
@@ -122,14 +146,17 @@ class Case:
         times.append(self.clock())
         row_UD = self.read(candidates.row_ids)
         times.append(self.clock())
-        pair_score_P = (
-            pair_scores(query_GD, row_UD, candidates.pair_query, candidates.pair_row) + OFFSET
-        )
+        pair_score_P = pair_scores(query_GD, row_UD, candidates.pair_query, candidates.pair_row)
+        pair_score_P = pair_score_P + OFFSET
         pool_score_GC = query_GD @ row_UD.index_select(0, candidates.pool_rows).T + OFFSET
-        skip = candidates.skip_query, candidates.skip_column
-        weight = self.num_labels / POOL
         total = sampled_bce(
-            pair_score_P, candidates.pair_is_positive, None, pool_score_GC, *skip, weight
+            pair_score_P,
+            candidates.pair_is_positive,
+            None,
+            pool_score_GC,
+            candidates.skip_query,
+            candidates.skip_column,
+            self.num_labels / POOL,
         )
         times.append(self.clock())
         (total / len(query_GD)).backward()
@@ -174,7 +201,9 @@ class MachineLimit:
     """What a step of a case cannot do without, done at once.
 
     Attributes:
-        copy_s: time of each copy. product_s: time of each round of products.
+        case: the case that is compared with it.
+        copy_s: time of each copy.
+        product_s: time of each round of products.
     """
 
     case: Case
@@ -240,87 +269,87 @@ def main() -> None:
     if not ENVIRONMENT.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
     torch.set_num_threads(1)
-    wide, narrow = (
-        ([10**4, 10**5], [10**4, 10**5])
-        if arguments.quick
-        else ([10**4, 10**5, 10**6], [10**4, 10**5, 10**6, 10**7])
-    )
-    cases = {(n, d): Case(n, d) for d, sizes in ((256, wide), (64, narrow)) for n in sizes}
+    cases: dict[tuple[int, int], Case] = {}
+    for dim, sizes in (QUICK_SIZES if arguments.quick else SIZES).items():
+        for num_labels in sizes:
+            cases[num_labels, dim] = Case(num_labels, dim)
     limit = MachineLimit(cases[LIMIT_LABELS, LIMIT_DIM])
     for number in range(arguments.rounds):
         for case in cases.values():
-            for i in range(arguments.steps + 2):
-                case.sampled(keep=i >= 2)
+            for step in range(WARM_UP + arguments.steps):
+                case.sampled(keep=step >= WARM_UP)
         for _ in range(arguments.steps):
             limit.measure()
         print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
     table = [row(case) for case in cases.values()]
-    notes = [*claims(cases), limit.sentence()]
-    largest = cases[wide[-1], 256]
+    notes = [*growth_notes(cases), *settings_notes(cases), limit.sentence()]
+
+    largest = max((case for case in cases.values() if case.dim == 256), key=lambda c: c.num_labels)
     sampled_s = largest.median
     largest.seconds = []
-    for i in range(arguments.exact_steps + 1):
-        largest.exact(keep=i > 0)
+    for step in range(1 + arguments.exact_steps):
+        largest.exact(keep=step > 0)
     exact_s = largest.median
     labels = f"{largest.num_labels:,}"
-    table.append([labels, 256, f"{labels} (all)", exact_s * 1e3, *["-"] * (len(PHASES) + 1)])
+    no_phases = ["-"] * len(PHASES)
+    table.append([labels, largest.dim, f"{labels} (all)", exact_s * 1e3, *no_phases, "-"])
     notes.append(
         f"all labels instead of a sample: {exact_s / sampled_s:.0f} x slower at {labels} (at least 50 at 1,000,000)"
     )
-    header = [
-        "labels",
-        "D",
-        "distinct rows",
-        "step, ms",
-        *[f"{name}, ms" for name in PHASES],
-        "touched, MB",
-    ]
-    write_table(arguments.out, "The classifier's part of a step", header, table, [*notes, load])
+    write_table(arguments.out, "The classifier's part of a step", HEADER, table, [*notes, load])
 
 
 def row(case: Case) -> list[object]:
+    phases_ms = [1e3 * seconds for seconds in case.phase_medians]
     return [
         f"{case.num_labels:,}",
         case.dim,
         f"{np.median(case.distinct):,.0f}",
         case.median * 1e3,
-        *[1e3 * seconds for seconds in case.phase_medians],
+        *phases_ms,
         case.bytes_touched / 1e6,
     ]
 
 
-def claims(cases: dict[tuple[int, int], Case]) -> list[str]:
-    """Sentences with each limit and what was measured."""
+def growth_notes(cases: dict[tuple[int, int], Case]) -> list[str]:
+    """Sentences about how the time grows with the number of labels, each with its limit."""
     lines: list[str] = []
-    for dim in sorted({d for _, d in cases}, reverse=True):
-        sizes = [n for n, d in cases if d == dim]
-        seconds = [cases[n, dim].median for n in sizes]
-        exponent = float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
-        lines.append(
-            f"D = {dim}: time grows as L^{exponent:.3f} from {sizes[0]:,} to {sizes[-1]:,} labels (limit 0.2)"
+    for dim in sorted({case.dim for case in cases.values()}, reverse=True):
+        sizes = [case.num_labels for case in cases.values() if case.dim == dim]
+        seconds = [case.median for case in cases.values() if case.dim == dim]
+        line = (
+            f"D = {dim}: time grows as L^{exponent(sizes, seconds):.3f} from {sizes[0]:,} to {sizes[-1]:,} labels"
+            " (limit 0.2)"
         )
         if len(sizes) > 2:
-            exponent = float(np.polyfit(np.log(sizes[1:]), np.log(seconds[1:]), 1)[0])
-            lines[-1] += (
-                f"; as L^{exponent:.3f} from {sizes[1]:,} on, where every size has the same number of rows"
+            line += (
+                f"; as L^{exponent(sizes[1:], seconds[1:]):.3f} from {sizes[1]:,} on, where every size has the same"
+                " number of rows"
             )
-    for num_labels, dim, limit in ((10**6, 256, 1.6), (10**7, 64, 2.5)):
+        lines.append(line)
+    for num_labels, dim, limit in GROWTH_LIMITS:
         if (num_labels, dim) in cases:
             ratio = cases[num_labels, dim].median / cases[10**5, dim].median
             lines.append(
                 f"D = {dim}: {num_labels:,} labels take {ratio:.2f} x the time of 100,000 (limit {limit})"
             )
-    lines.append(
-        f"medians of {len(next(iter(cases.values())).seconds)} steps; {QUERIES} queries, {POSITIVES} positives and"
-        f" {HARD} hard negatives each, {POOL:,} uniform labels; SGD with momentum; 1 thread"
-    )
-    lines.append(
-        "touched: distinct rows x D x 4 bytes x (weight, state) x (read, write), and the pool's scores"
-    )
-    lines.append(
-        "10,000 labels hold fewer distinct rows than a step asks for, which flatters that size, not the others"
-    )
     return lines
+
+
+def exponent(sizes: list[int], seconds: list[float]) -> float:
+    """The power of the number of labels that fits the times best."""
+    slope, _ = np.polyfit(np.log(sizes), np.log(seconds), 1)
+    return float(slope)
+
+
+def settings_notes(cases: dict[tuple[int, int], Case]) -> list[str]:
+    first_case = next(iter(cases.values()))
+    return [
+        f"medians of {len(first_case.seconds)} steps; {QUERIES} queries, {POSITIVES} positives and"
+        f" {HARD} hard negatives each, {POOL:,} uniform labels; SGD with momentum; 1 thread",
+        "touched: distinct rows x D x 4 bytes x (weight, state) x (read, write), and the pool's scores",
+        "10,000 labels hold fewer distinct rows than a step asks for, which flatters that size, not the others",
+    ]
 
 
 if __name__ == "__main__":
