@@ -20,8 +20,8 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import data_sets
 import numpy as np
@@ -46,7 +46,34 @@ from xmcray.training.run import Run, RunConfig
 from xmcray.training.start import settings_from
 
 METRICS = ("P@1", "P@5", "PSP@5")
+HEADER = ["training", *METRICS, "CPU seconds of training"]
+PROMOTION_HEADER = [
+    "queries that are answered anew, %",
+    "standard error, points",
+    "refused, 1 point worse, %",
+    "accepted, equal, %",
+]
 ALONE = ["cluster.workers=0", "cluster.threads_per_process=1"]
+
+
+@dataclass
+class SlicedQuery:
+    """A query of the whole data set.
+
+    Attributes:
+        row: as the raw files have it.
+        filtered: labels that must not be answered.
+        slice_number: of the slice in which it comes.
+    """
+
+    row: Row
+    filtered: list[int] = field(default_factory=list)
+    slice_number: int = 0
+
+    @property
+    def named(self) -> set[int]:
+        """Positives and filtered labels."""
+        return {*self.row.label_ids, *self.filtered}
 
 
 def main() -> None:
@@ -74,77 +101,71 @@ def main() -> None:
 
 def simulate(num_draws: int, load: str) -> None:
     """How often `promote` is right, on simulated answers to 5,000 queries."""
-    seeds = range(num_draws)
-    rows: list[list[object]] = []
+    rows = []
     for share in (0.1, 0.2, 0.4, 0.8):
-        equal = [simulated_verdict(seed, 0.0, share) for seed in seeds]
-        worse = [simulated_verdict(seed, 0.01, share) for seed in seeds]
+        widths = []
+        num_accepted = 0
+        num_refused = 0
+        for seed in range(num_draws):
+            equal = simulated_verdict(seed, 0.0, share)
+            worse = simulated_verdict(seed, 0.01, share)
+            widths.append(equal.row.high - equal.row.low)
+            num_accepted += equal.accepted
+            num_refused += not worse.accepted
         # A 95 % interval is 3.92 standard errors wide.
-        error = np.mean([verdict.row.high - verdict.row.low for verdict in equal]) / 3.92
-        accepted = np.mean([verdict.accepted for verdict in equal])
-        refused = np.mean([not verdict.accepted for verdict in worse])
-        rows.append(
-            [
-                f"{100 * share:.0f}",
-                f"{100 * error:.2f}",
-                100 * float(refused),
-                100 * float(accepted),
-            ]
-        )
-    header = [
-        "queries that are answered anew, %",
-        "standard error, points",
-        "refused, 1 point worse, %",
-        "accepted, equal, %",
-    ]
+        standard_error = np.mean(widths) / 3.92
+        refused_percent = 100 * num_refused / num_draws
+        accepted_percent = 100 * num_accepted / num_draws
+        shares = [f"{100 * share:.0f}", f"{100 * standard_error:.2f}"]
+        rows.append([*shares, refused_percent, accepted_percent])
     about = (
         f"{num_draws} draws each: {LAST:,} queries with five answers, {METRIC}, margin 0.9 points"
     )
-    write_table("promotion.md", "How often promote is right", header, rows, [about, load])
+    write_table("promotion.md", "How often promote is right", PROMOTION_HEADER, rows, [about, load])
 
 
 def measure(arguments: argparse.Namespace, load: str) -> None:
+    """Trains slice by slice and anew, and writes the table."""
     folder = data_sets.CACHE / "continual" / f"{arguments.set}-{arguments.slices}"
     corpora = grown(arguments.set, arguments.slices, folder)
-    name = "quick" if arguments.quick else "runs"
-    runs = folder / name / arguments.method
+    last_corpus = corpora[-1]
+    runs = folder / ("quick" if arguments.quick else "runs") / arguments.method
     first_overrides = [*arguments.override, *ALONE]
     config = data_sets.preset(arguments.set, first_overrides, arguments.method)
-    run, run_s = trained(corpora[0], runs / "1", config)
+    continued, continued_s = trained(corpora[0], runs / "1", config)
     later_overrides = [f"optim.epochs={arguments.epochs}", *arguments.later, *ALONE]
     for number, corpus in enumerate(corpora[1:], start=2):
-        settings = settings_from(run, arguments.method, corpus)
+        settings = settings_from(continued, arguments.method, corpus)
         values = configs.merge(settings, later_overrides)
         later = RunConfig.resolve(arguments.method, values)
-        run, run_s = trained(corpus, runs / str(number), later, run)
-    corpus = corpora[-1]
-    anew, anew_s = trained(corpus, runs / "anew", config)
+        continued, continued_s = trained(corpus, runs / str(number), later, continued)
+    retrained, retrained_s = trained(last_corpus, runs / "anew", config)
 
-    continued = evaluated(run, corpus)
-    retrained = evaluated(anew, corpus)
+    by_slice = evaluated(continued, last_corpus)
+    anew = evaluated(retrained, last_corpus)
     num_old = corpora[-2].card.num_labels
-    continued_old = of_old_labels(continued, corpus, num_old)
-    retrained_old = of_old_labels(retrained, corpus, num_old)
+    by_slice_old = of_old_labels(by_slice, last_corpus, num_old)
+    anew_old = of_old_labels(anew, last_corpus, num_old)
     rows: list[list[object]] = [
-        ["--from, slice by slice", *in_percent(continued.metrics), run_s],
-        ["anew on everything", *in_percent(retrained.metrics), anew_s],
-        ["queries of old labels, --from", *in_percent(continued_old), "-"],
-        ["queries of old labels, anew", *in_percent(retrained_old), "-"],
+        ["--from, slice by slice", *in_percent(by_slice.metrics), continued_s],
+        ["anew on everything", *in_percent(anew.metrics), retrained_s],
+        ["queries of old labels, --from", *in_percent(by_slice_old), "-"],
+        ["queries of old labels, anew", *in_percent(anew_old), "-"],
     ]
-    comparisons = compare(continued, retrained)
-    notes = [difference(row) for row in comparisons if row.metric in METRICS]
-    share = run_s / anew_s
+    notes = [difference(row) for row in compare(by_slice, anew) if row.metric in METRICS]
+    share = continued_s / retrained_s
     notes.append(f"time of the last --from: {100 * share:.1f} % of that of training anew (CPU)")
-    served = measure_newest(str(anew.path / "bundle"), corpus)
-    candidate = measure_newest(str(run.path / "bundle"), corpus)
-    notes.append(f"promote, last {LAST:,} test queries: {judge(served, candidate, METRIC)}")
+    served_newest = measure_newest(str(retrained.path / "bundle"), last_corpus)
+    candidate_newest = measure_newest(str(continued.path / "bundle"), last_corpus)
+    verdict = judge(served_newest, candidate_newest, METRIC)
+    notes.append(f"promote, last {LAST:,} test queries: {verdict}")
+    card = last_corpus.card
     notes.append(
-        f"{arguments.method} on {arguments.set}: {corpus.card.num_labels:,} labels, {corpus.card.num_train:,} training"
+        f"{arguments.method} on {arguments.set}: {card.num_labels:,} labels, {card.num_train:,} training"
         f" queries in {arguments.slices} slices; {config.optim.epochs} epochs for the first slice"
         f" and anew, then {arguments.epochs} each, with {arguments.later}"
     )
-    header = ["training", *METRICS, "CPU seconds of training"]
-    write_table(arguments.out, "A corpus that grows", header, rows, [*notes, load])
+    write_table(arguments.out, "A corpus that grows", HEADER, rows, [*notes, load])
 
 
 def evaluated(run: Run, corpus: Corpus) -> Evaluation:
@@ -170,7 +191,8 @@ def trained(
 ) -> tuple[Run, float]:
     """The finished run, and the CPU seconds that its training took, over all calls."""
     clock = out.with_suffix(".seconds")
-    before = json.loads(clock.read_text()) if clock.is_file() else 0.0
+    # An interrupted call has left its seconds.
+    before_s = json.loads(clock.read_text()) if clock.is_file() else 0.0
     is_finished = (out / "result.json").is_file()
     started = time.process_time()
     try:
@@ -178,7 +200,7 @@ def trained(
     finally:
         if not is_finished:
             clock.parent.mkdir(parents=True, exist_ok=True)
-            clock.write_text(json.dumps(before + time.process_time() - started))
+            clock.write_text(json.dumps(before_s + time.process_time() - started))
     return run, json.loads(clock.read_text())
 
 
@@ -186,12 +208,13 @@ def of_old_labels(evaluation: Evaluation, corpus: Corpus, num_old: int) -> dict[
     """METRICS over the test queries all of whose labels are among the first `num_old`."""
     positives = corpus.split("test").positives(evaluation.query_ids)
     # Later labels have larger ids, so the largest id of a query says whether all of them are old.
-    newest = np.zeros(len(positives), np.int64)
-    np.maximum.at(newest, positives.row_ids, positives.values)
-    is_old = newest < num_old
-    gain_M = evaluation.per_query.gain_QM[is_old].sum(0)
-    divisor_M = evaluation.per_query.divisor_QM[is_old].sum(0)
-    values = dict(zip(MAIN_METRICS, (gain_M / divisor_M).tolist(), strict=True))
+    newest_label_Q = np.zeros(len(positives), np.int64)
+    np.maximum.at(newest_label_Q, positives.row_ids, positives.values)
+    is_old_Q = newest_label_Q < num_old
+    gain_M = evaluation.per_query.gain_QM[is_old_Q].sum(0)
+    divisor_M = evaluation.per_query.divisor_QM[is_old_Q].sum(0)
+    value_M = gain_M / divisor_M
+    values = dict(zip(MAIN_METRICS, value_M.tolist(), strict=True))
     return {name: values[name] for name in METRICS}
 
 
@@ -222,72 +245,77 @@ def write_slices(source: RawFiles, folder: Path, num_slices: int) -> None:
         raise DataError(str(bad))
 
     labels = list(source.labels(fail))
-    queries = {}
-    # By split and row of the query, the labels that must not be answered.
-    filters: dict[str, list[list[int]]] = {}
+    queries: dict[str, list[SlicedQuery]] = {}
     for split in source.splits:
-        queries[split] = list(source.queries(split, len(labels), fail))
-        filters[split] = [[] for _ in queries[split]]
-        for row, label in source.filters(split).tolist():
-            filters[split][row].append(label)
+        rows = source.queries(split, len(labels), fail)
+        queries[split] = [SlicedQuery(row) for row in rows]
+        for row_number, label in source.filters(split).tolist():
+            queries[split][row_number].filtered.append(label)
     # The slice of a label is that of the first training query that names it.
-    slice_of = np.full(len(labels), num_slices - 1)
+    slice_of_label = np.full(len(labels), num_slices - 1)
     seen: set[int] = set()
-    slices: dict[str, list[int]] = {"train": [], "test": []}
-    for query, excluded in zip(queries["train"], filters["train"], strict=True):
+    for query in queries["train"]:
         # A slice ends when a further share of all labels was named.
-        number = min(num_slices - 1, num_slices * len(seen) // len(labels))
-        slices["train"].append(number)
-        for label in {*query.label_ids, *excluded} - seen:
-            slice_of[label] = number
-            seen.add(label)
+        query.slice_number = min(num_slices - 1, num_slices * len(seen) // len(labels))
+        new_labels = query.named - seen
+        slice_of_label[list(new_labels)] = query.slice_number
+        seen |= new_labels
     # A test query comes when all of its labels are there.
-    for query, excluded in zip(queries["test"], filters["test"], strict=True):
-        named = [*query.label_ids, *excluded]
-        slices["test"].append(int(slice_of[named].max()) if named else 0)
+    for query in queries["test"]:
+        slices_of_named = [int(slice_of_label[label]) for label in query.named]
+        query.slice_number = max(slices_of_named, default=0)
     for number in range(num_slices):
         target = folder / f"raw-{number + 1}"
         target.mkdir(parents=True)
-        write_slice(target, number, labels, queries, filters, slices, slice_of)
+        of_slice = {}
+        for split, all_queries in queries.items():
+            of_slice[split] = [query for query in all_queries if query.slice_number == number]
+        new_ids = set(np.flatnonzero(slice_of_label == number).tolist())
+        write_slice(target, labels, new_ids, of_slice)
 
 
 def write_slice(
-    target: Path,
-    number: int,
-    labels: list[Row],
-    queries: dict[str, list[Row]],
-    filters: dict[str, list[list[int]]],
-    slices: dict[str, list[int]],
-    slice_of: np.ndarray[Any, Any],
+    target: Path, labels: list[Row], new_ids: set[int], queries: dict[str, list[SlicedQuery]]
 ) -> None:
-    # The labels of the slice itself, and earlier ones that its queries name.
-    named: set[int] = set(np.flatnonzero(slice_of == number).tolist())
-    for split, rows in queries.items():
-        for row, query in enumerate(rows):
-            if slices[split][row] == number:
-                named.update(query.label_ids, filters[split][row])
+    """Writes the raw files of one slice.
+
+    Args:
+        target: an empty folder.
+        labels: all labels.
+        new_ids: the labels of the slice; they are written with their texts.
+        queries: those of the slice, by split.
+    """
+    # Earlier labels that the queries name are written without their texts.
+    named = set(new_ids)
+    for of_split in queries.values():
+        for query in of_split:
+            named |= query.named
     ids = sorted(named)
-    place = {label: position for position, label in enumerate(ids)}
+    # The raw files name a label by its line.
+    line_of_label = {label: line for line, label in enumerate(ids)}
     lines = []
     for label in ids:
         record = {"uid": labels[label].uid}
-        if slice_of[label] == number:
+        if label in new_ids:
             record["text"] = labels[label].text
         lines.append(json.dumps(record))
-    (target / "labels.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
-    for split, rows in queries.items():
+    write_lines(target / "labels.jsonl", lines)
+    for split, of_split in queries.items():
         lines = []
         pairs = []
-        for row, query in enumerate(rows):
-            if slices[split][row] != number:
-                continue
-            pairs += [f"{len(lines)} {place[label]}" for label in filters[split][row]]
-            record = dataclasses.asdict(query)
-            of_query = [place[label] for label in query.label_ids]
-            lines.append(json.dumps({**record, "labels": of_query, "relevance": None}))
+        for row_number, query in enumerate(of_split):
+            pairs += [f"{row_number} {line_of_label[label]}" for label in query.filtered]
+            fields = dataclasses.asdict(query.row)
+            fields["labels"] = [line_of_label[label] for label in query.row.label_ids]
+            fields["relevance"] = None
+            lines.append(json.dumps(fields))
         if lines:
-            (target / f"{split}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
-            (target / f"filter_labels_{split}.txt").write_text("\n".join(pairs) + "\n", "utf-8")
+            write_lines(target / f"{split}.jsonl", lines)
+            write_lines(target / f"filter_labels_{split}.txt", pairs)
+
+
+def write_lines(path: Path, lines: list[str]) -> None:
+    path.write_text("\n".join(lines) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
