@@ -35,12 +35,18 @@ from xmcray.training.outcome import bundle_of
 from xmcray.training.run import RunConfig
 from xmcray.types import Float32Array, Int64Array
 
-METHODS = (
-    "astra",
-    "unidec",
-    "prime",
-)  # of the others a label's vector is its text's, in training and after it
+# In the other methods the vector of a label is that of its text, in training and after it.
+METHODS = ("astra", "unidec", "prime")
 K = 10
+HEADER = [
+    "method",
+    "vector of a label that joins",
+    "P@1",
+    "P@5",
+    "R@10 of these",
+    "share of answers",
+    "own text",
+]
 
 
 def main() -> None:
@@ -67,16 +73,7 @@ def main() -> None:
         "R@10: of positives among the labels that joined. Share of answers: first answers that are such a label",
         load,
     ]
-    header = [
-        "method",
-        "vector of a label that joins",
-        "P@1",
-        "P@5",
-        "R@10 of these",
-        "share of answers",
-        "own text",
-    ]
-    write_table(arguments.out, "Labels that join a finished bundle", header, rows, notes)
+    write_table(arguments.out, "Labels that join a finished bundle", HEADER, rows, notes)
 
 
 def compared(
@@ -84,41 +81,43 @@ def compared(
 ) -> list[list[object]]:
     """Rows of the table for one bundle."""
     retriever = Retriever.load(bundle)
-    side = load_label_side(bundle / "label_side")
+    num_columns = load_label_side(bundle / "label_side").row_columns
     vector_LD = retriever.labels.vectors_of(np.arange(retriever.num_labels))
     test = corpus.split("test")
+    test_labels = np.unique(test.positives(np.arange(len(test))).values)
+    # A label without tokens has no text to join by.
+    candidates = np.setdiff1d(test_labels, corpus.labels_without_tokens())
+    # By the way in which the vectors are made: the measures of each draw.
     results: dict[str, list[list[float]]] = {}
-    candidates = np.unique(test.positives(np.arange(len(test))).values)
-    candidates = np.setdiff1d(candidates, corpus.labels_without_tokens())
     for draw in range(arguments.draws):
-        held = np.random.default_rng(draw).choice(candidates, arguments.labels, replace=False)
-        variants = {
-            "as trained": vector_LD[held],
-            "made of its text": joined(bundle, corpus, held, folder / f"{method}-{draw}"),
-        }
-        if side.row_columns:
-            text = retriever.encode(corpus.label_tokens(held))[:, -side.row_columns :]
-            row_lengths = np.linalg.norm(vector_LD[:, -side.row_columns :], axis=1)
-            plain = variants["made of its text"].copy()
-            plain[:, -side.row_columns :] = text * (
-                np.median(row_lengths) / np.linalg.norm(text, axis=1, keepdims=True)
-            )
-            variants["the text's vector, as long as a row"] = plain
-        for name, vectors in variants.items():
-            changed = vector_LD.copy()
-            changed[held] = vectors
-            results.setdefault(name, []).append(measured(retriever, corpus, changed, held))
-    return [
-        [method, name, *(100 * np.mean(values, axis=0)).tolist()]
-        for name, values in results.items()
-    ]
+        held_out = np.random.default_rng(draw).choice(candidates, arguments.labels, replace=False)
+        joined_HD = joined(bundle, corpus, held_out, folder / f"{method}-{draw}")
+        variants = {"as trained": vector_LD[held_out], "made of its text": joined_HD}
+        if num_columns:
+            # The last columns are rows of a classifier.
+            text_HC = retriever.encode(corpus.label_tokens(held_out))[:, -num_columns:]
+            row_lengths = np.linalg.norm(vector_LD[:, -num_columns:], axis=1)
+            text_lengths_H1 = np.linalg.norm(text_HC, axis=1, keepdims=True)
+            plain_HD = joined_HD.copy()
+            plain_HD[:, -num_columns:] = text_HC * (np.median(row_lengths) / text_lengths_H1)
+            variants["the text's vector, as long as a row"] = plain_HD
+        for name, vector_HD in variants.items():
+            changed_LD = vector_LD.copy()
+            changed_LD[held_out] = vector_HD
+            measures = measured(retriever, corpus, changed_LD, held_out)
+            results.setdefault(name, []).append(measures)
+    rows: list[list[object]] = []
+    for name, measures_of_draws in results.items():
+        percent = 100 * np.mean(measures_of_draws, axis=0)
+        rows.append([method, name, *percent.tolist()])
+    return rows
 
 
-def joined(bundle: Path, corpus: Corpus, held: Int64Array, folder: Path) -> Float32Array:
+def joined(bundle: Path, corpus: Corpus, held_out: Int64Array, folder: Path) -> Float32Array:
     """Vectors that labels get when they join a bundle that never had them."""
     retriever = Retriever.load(bundle)
     side = load_label_side(bundle / "label_side")
-    kept = np.setdiff1d(np.arange(retriever.num_labels), held)
+    kept = np.setdiff1d(np.arange(retriever.num_labels), held_out)
     if side.cluster_L is not None:
         side.cluster_L = side.cluster_L[retriever.labels.label_rows[kept]]
     model = BundleModel(
@@ -134,30 +133,48 @@ def joined(bundle: Path, corpus: Corpus, held: Int64Array, folder: Path) -> Floa
         vectors=[retriever.labels.vectors_of(kept)],
     )
     write_bundle(folder / "without", model, labels, ShardBuild(spec=IndexSpec()), {})
-    texts = zip(corpus.label_uids(held), corpus.label_texts(held), strict=True)
-    add_labels(folder / "without", [NewLabel(*label) for label in texts], folder / "with")
-    return Retriever.load(folder / "with").labels.vectors_of(len(kept) + np.arange(len(held)))
+    new_labels = []
+    for uid, text in zip(corpus.label_uids(held_out), corpus.label_texts(held_out), strict=True):
+        new_labels.append(NewLabel(uid, text))
+    add_labels(folder / "without", new_labels, folder / "with")
+    # Added labels come after those of the bundle.
+    new_ids = len(kept) + np.arange(len(held_out))
+    return Retriever.load(folder / "with").labels.vectors_of(new_ids)
 
 
 def measured(
-    retriever: Retriever, corpus: Corpus, vector_LD: Float32Array, held: Int64Array
+    retriever: Retriever, corpus: Corpus, vector_LD: Float32Array, held_out: Int64Array
 ) -> list[float]:
-    """P@1, P@5, R@10 of the held labels, their share of first answers, and how often their own text finds them."""
+    """The measures of a row of the table, as shares.
+
+    Args:
+        retriever: gives the query vectors.
+        corpus: gives the test queries.
+        vector_LD: of all labels.
+        held_out: ids of the labels that joined.
+
+    Returns:
+        P@1, P@5, R@10 of the labels that joined, their share of first answers, and how often the text of such a label
+        has the label as its first answer.
+    """
     test = corpus.split("test")
-    rows = np.arange(len(test))
-    positives = test.positives(rows)
-    filters = test.filters(rows)
-    score_QL = retriever.encode(test.tokens(rows)) @ vector_LD.T
+    queries = np.arange(len(test))
+    positives = test.positives(queries)
+    filters = test.filters(queries)
+    score_QL = retriever.encode(test.tokens(queries)) @ vector_LD.T
     score_QL[filters.row_ids, filters.values] = -np.inf
     top_QK = np.argsort(-score_QL, axis=1, kind="stable")[:, :K]
-    true_QL = np.zeros(score_QL.shape, bool)
-    true_QL[positives.row_ids, positives.values] = True
-    hit_QK = np.take_along_axis(true_QL, top_QK, 1)[positives.lengths > 0]
-    query, place = np.nonzero(np.take_along_axis(true_QL, top_QK, 1))
-    recalled = np.isin(top_QK[query, place], held).sum() / np.isin(positives.values, held).sum()
-    own = (retriever.encode(corpus.label_tokens(held)) @ vector_LD.T).argmax(axis=1)
-    share = np.isin(top_QK[:, 0], held).mean()
-    return [hit_QK[:, 0].mean(), hit_QK[:, :5].mean(), recalled, share, (own == held).mean()]
+    is_positive_QL = np.zeros(score_QL.shape, bool)
+    is_positive_QL[positives.row_ids, positives.values] = True
+    hit_QK = np.take_along_axis(is_positive_QL, top_QK, axis=1)
+    # Precision counts queries that have positives.
+    judged_QK = hit_QK[positives.lengths > 0]
+    num_recalled = np.isin(top_QK[hit_QK], held_out).sum()
+    recall = num_recalled / np.isin(positives.values, held_out).sum()
+    share = np.isin(top_QK[:, 0], held_out).mean()
+    text_score_HL = retriever.encode(corpus.label_tokens(held_out)) @ vector_LD.T
+    own_text = (text_score_HL.argmax(axis=1) == held_out).mean()
+    return [judged_QK[:, 0].mean(), judged_QK[:, :5].mean(), recall, share, own_text]
 
 
 if __name__ == "__main__":
