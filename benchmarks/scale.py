@@ -68,7 +68,8 @@ STEPS = 48
 LIMIT_RATIO = 2.5
 LIMIT_BYTES = 24 << 30
 LARGEST = 10**7
-COLUMNS = {  # what is measured, and how a plan calls it
+# By the name of a measure: title and factor of its column.
+COLUMNS = {
     "classifier_s": ("classifier's part, ms", 1e3),
     "step_s": ("step, ms", 1e3),
     "refresh_s": ("refresh, s", 1.0),
@@ -99,7 +100,8 @@ def main() -> None:
         print(json.dumps(measure(5000, arguments.dim, 1, "quick"), indent=1))
         return
     KEPT.mkdir(parents=True, exist_ok=True)
-    for labels in [] if arguments.table else sorted(map(int, arguments.labels)):
+    num_labels = [] if arguments.table else sorted(map(int, arguments.labels))
+    for labels in num_labels:
         for workers in arguments.workers:
             path = KEPT / f"{labels}-{arguments.dim}-{workers}.json"
             if arguments.again or not path.is_file():
@@ -127,8 +129,8 @@ def settings(dim: int, workers: int) -> RunConfig:
                 "start_epoch": 2,
                 "refresh_every": 4,
                 "recall_queries": 0,
-            }
-            | {"wait_s": 3600.0},
+                "wait_s": 3600.0,
+            },
             "method": {"classifier": {"kind": "sgd", "momentum": 0.9}},
             "optim": {"epochs": 4, "batch_size": 256},
             "cluster": {"workers": workers, "device": "cpu", "threads_per_process": 1},
@@ -168,13 +170,13 @@ def measure(labels: int, dim: int, workers: int, load: str) -> dict[str, Any]:
     finally:
         memory.stop()
         shutil.rmtree(folder, ignore_errors=True)
-    settled = [
-        record["step_s"] for record in records if record["epoch"] >= config.negatives.start_epoch
-    ]
-    build = next(span for span in watcher.builds.values() if len(span) == 2)
+    # Until then an index is built on the same cores, and the first record may have a part of that.
+    first_epoch = config.negatives.start_epoch
+    settled_s = [record["step_s"] for record in records if record["epoch"] >= first_epoch]
+    build_start, build_end = next(span for span in watcher.builds.values() if len(span) == 2)
     return row | {
-        "step_s": float(np.median(settled[1:])),
-        "refresh_s": build[1] - build[0],
+        "step_s": float(np.median(settled_s[1:])),
+        "refresh_s": build_end - build_start,
         "worker_bytes": result["peak_memory_mb"] * 2**20,
         "index_bytes": memory.peaks.get("IndexShard", 0),
         "machine_bytes": memory.most,
@@ -204,20 +206,22 @@ class MemoryWatch:
             self.most = max(self.most, self._before - _available())
             for process in Path("/proc").glob("[0-9]*"):
                 try:
-                    name = (
-                        (process / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
-                    )
-                    if "IndexShard" in name:
-                        peak = 1024 * int(
-                            (process / "status").read_text().split("VmHWM:")[1].split()[0]
-                        )
+                    command = (process / "cmdline").read_bytes()
+                    if b"IndexShard" in command.split(b"\0")[0]:
+                        peak = _memory_field(process / "status", "VmHWM:")
                         self.peaks["IndexShard"] = max(self.peaks.get("IndexShard", 0), peak)
                 except (OSError, IndexError):  # it has ended
                     continue
 
 
 def _available() -> int:
-    return 1024 * int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0])
+    return _memory_field(Path("/proc/meminfo"), "MemAvailable:")
+
+
+def _memory_field(path: Path, name: str) -> int:
+    """Bytes of a field of /proc, which has them in KiB."""
+    after_name = path.read_text().split(name)[1]
+    return 1024 * int(after_name.split()[0])
 
 
 def classifier_part(corpus: Corpus, dim: int, workers: int) -> float:
@@ -225,13 +229,11 @@ def classifier_part(corpus: Corpus, dim: int, workers: int) -> float:
     environment = {**os.environ, **worker_environment(threads=1)}
     with tempfile.TemporaryDirectory(dir=data_sets.CACHE) as folder:
         command = [sys.executable, __file__, "--dim", str(dim), "--rank"]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank), str(workers), str(corpus.path), folder], env=environment
-            )
-            for rank in range(workers)
-        ]
-        codes = [process.wait() for process in ranks]
+        processes = []
+        for rank in range(workers):
+            words = [*command, str(rank), str(workers), str(corpus.path), folder]
+            processes.append(subprocess.Popen(words, env=environment))
+        codes = [process.wait() for process in processes]
         if any(codes):
             raise SystemExit(
                 "error: a process that times the classifier failed, its message is above"
@@ -240,7 +242,7 @@ def classifier_part(corpus: Corpus, dim: int, workers: int) -> float:
 
 
 def classifier_rank(rank: int, ranks: int, corpus: str, folder: Path, dim: int) -> None:
-    """One of these processes."""
+    """One of the processes of `classifier_part`; rank 0 writes the seconds."""
     torch.set_num_threads(1)
     if ranks > 1:
         dist.init_process_group(
@@ -275,50 +277,51 @@ def classifier_rank(rank: int, ranks: int, corpus: str, folder: Path, dim: int) 
 
 def report(out: Path, dim: int) -> None:
     """Table and picture of all configurations that were measured."""
-    kept = [json.loads(path.read_text()) for path in KEPT.glob(f"*-{dim}-*.json")]
-    kept.sort(key=lambda one: (one["workers"], one["labels"]))
-    if not kept:
+    results = [json.loads(path.read_text()) for path in KEPT.glob(f"*-{dim}-*.json")]
+    results.sort(key=lambda result: (result["workers"], result["labels"]))
+    if not results:
         raise SystemExit("error: nothing was measured yet; run it with --labels")
     rates = load_rates(PROBE)
-    plans = [planned(one, rates) for one in kept]
+    plans = [planned(result, rates) for result in results]
     rows = []
-    for one, planned_one in zip(kept, plans, strict=True):
-        row: list[object] = [f"{one['labels']:,}", one["workers"]]
+    for result, its_plan in zip(results, plans, strict=True):
+        row: list[object] = [f"{result['labels']:,}", result["workers"]]
         for name, (_, unit) in COLUMNS.items():
-            row += [f"{unit * one[name]:.3g}", f"{unit * planned_one[name]:.3g}"]
-        rows.append([*row, f"{one['machine_bytes'] / 1e9:.3g}"])
-    header = [
-        "labels",
-        "workers",
-        *(cell for title, _ in COLUMNS.values() for cell in (title, "planned")),
-    ]
-    write_table(
-        out, f"ASTRA by labels, D = {dim}", [*header, "whole machine, GB"], rows, claims(kept)
-    )
-    picture(kept, plans, (RESULTS / out).with_suffix(".png"))
+            row += [f"{unit * result[name]:.3g}", f"{unit * its_plan[name]:.3g}"]
+        row.append(f"{result['machine_bytes'] / 1e9:.3g}")
+        rows.append(row)
+    header = ["labels", "workers"]
+    for title, _ in COLUMNS.values():
+        header += [title, "planned"]
+    header.append("whole machine, GB")
+    write_table(out, f"ASTRA by labels, D = {dim}", header, rows, claims(results))
+    picture(results, plans, (RESULTS / out).with_suffix(".png"))
 
 
-def planned(one: dict[str, Any], rates: Rates) -> dict[str, float]:
-    """What `plan` says of a configuration."""
-    config = settings(one["dim"], one["workers"])
-    size = data_size.from_corpus(synthetic.corpus(one["labels"], QUERIES, TOKENS, POSITIVES))
-    made: Plan = plan(config, size, rates, one["workers"], memory_bytes=LIMIT_BYTES)
+def planned(result: dict[str, Any], rates: Rates) -> dict[str, float]:
+    """The measures of a configuration as `plan` foresees them."""
+    config = settings(result["dim"], result["workers"])
+    size = data_size.from_corpus(synthetic.corpus(result["labels"], QUERIES, TOKENS, POSITIVES))
+    its_plan: Plan = plan(config, size, rates, result["workers"], memory_bytes=LIMIT_BYTES)
     return {
-        "classifier_s": float("nan"),  # a plan does not tell the parts of a model apart
-        "step_s": made.step_seconds,
-        "refresh_s": made.run_s[FIRST_REFRESH],
-        "worker_bytes": made.worker_bytes,
-        "index_bytes": made.index_bytes,
+        # A plan does not tell the parts of a model apart.
+        "classifier_s": float("nan"),
+        "step_s": its_plan.step_seconds,
+        "refresh_s": its_plan.run_s[FIRST_REFRESH],
+        "worker_bytes": its_plan.worker_bytes,
+        "index_bytes": its_plan.index_bytes,
     }
 
 
-def claims(kept: list[dict[str, Any]]) -> list[str]:
+def claims(results: list[dict[str, Any]]) -> list[str]:
+    """Sentences with the limits, the sizes and the load."""
     lines = []
-    for workers in sorted({one["workers"] for one in kept}):
-        by_labels = {one["labels"]: one for one in kept if one["workers"] == workers}
+    for workers in numbers_of_workers(results):
+        by_labels = {result["labels"]: result for result in results if result["workers"] == workers}
         if {10**5, LARGEST} <= by_labels.keys():
-            ratio = by_labels[LARGEST]["classifier_s"] / by_labels[10**5]["classifier_s"]
-            gib = by_labels[LARGEST]["machine_bytes"] / 2**30
+            largest = by_labels[LARGEST]
+            ratio = largest["classifier_s"] / by_labels[10**5]["classifier_s"]
+            gib = largest["machine_bytes"] / 2**30
             lines.append(
                 f"{workers} workers: the classifier's part of {LARGEST:,} labels takes {ratio:.2f} x that of 100,000"
                 f" (limit {LIMIT_RATIO}); the machine held at most {gib:.1f} GiB (limit {LIMIT_BYTES >> 30})"
@@ -327,37 +330,36 @@ def claims(kept: list[dict[str, Any]]) -> list[str]:
         f"{QUERIES:,} queries, 256 in a batch, 2,048 uniform and 50 hard negatives; medians of steps"
     )
     lines.append("a refresh is that of the first version, of rows near their random start")
-    return lines + sorted({one["load"] for one in kept})
+    loads = {result["load"] for result in results}
+    return lines + sorted(loads)
 
 
-def picture(kept: list[dict[str, Any]], plans: list[dict[str, float]], path: Path) -> None:
+def numbers_of_workers(results: list[dict[str, Any]]) -> list[int]:
+    return sorted({result["workers"] for result in results})
+
+
+def picture(results: list[dict[str, Any]], plans: list[dict[str, float]], path: Path) -> None:
     """Measured as points, planned as lines."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(
-        1, len(COLUMNS), figsize=(3.2 * len(COLUMNS), 3.2), layout="constrained"
-    )
+    size = (3.2 * len(COLUMNS), 3.2)
+    figure, panels = pyplot.subplots(1, len(COLUMNS), figsize=size, layout="constrained")
     for panel, (name, (title, unit)) in zip(panels, COLUMNS.items(), strict=True):
-        for colour, workers in enumerate(sorted({one["workers"] for one in kept})):
-            places = [i for i, one in enumerate(kept) if one["workers"] == workers]
-            x = [kept[i]["labels"] for i in places]
-            panel.plot(
-                x,
-                [unit * kept[i][name] for i in places],
-                "o",
-                color=f"C{colour}",
-                label=f"{workers} measured",
-            )
-            panel.plot(
-                x,
-                [unit * plans[i][name] for i in places],
-                "--",
-                color=f"C{colour}",
-                label=f"{workers} planned",
-            )
+        for number, workers in enumerate(numbers_of_workers(results)):
+            labels = []
+            measured_values = []
+            planned_values = []
+            for result, its_plan in zip(results, plans, strict=True):
+                if result["workers"] == workers:
+                    labels.append(result["labels"])
+                    measured_values.append(unit * result[name])
+                    planned_values.append(unit * its_plan[name])
+            colour = f"C{number}"
+            panel.plot(labels, measured_values, "o", color=colour, label=f"{workers} measured")
+            panel.plot(labels, planned_values, "--", color=colour, label=f"{workers} planned")
         panel.set(title=title, xlabel="labels", xscale="log", yscale="log")
         panel.grid(alpha=0.3)
     panels[0].legend(title="workers", fontsize="small")
