@@ -11,10 +11,8 @@ import contextlib
 import gc
 import math
 import socket
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import httptools
 import numpy as np
@@ -25,7 +23,7 @@ GIVE_UP_S = 30.0
 
 
 class Connection(asyncio.Protocol):
-    """A kept connection, one request at a time. httpx would take as much of the processor as a search does."""
+    """A kept connection, one request at a time."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -36,7 +34,7 @@ class Connection(asyncio.Protocol):
     def ask(self, request: bytes) -> asyncio.Future[Answer]:
         """The answer to come; of status 0 if the connection is lost before."""
         self._body = bytearray()
-        self._told = False
+        self._has_retry_after = False
         self._answered = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return self._answered
@@ -45,7 +43,8 @@ class Connection(asyncio.Protocol):
         self._parser.feed_data(data)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._told |= name.lower() == b"retry-after"
+        if name.lower() == b"retry-after":
+            self._has_retry_after = True
 
     def on_body(self, body: bytes) -> None:
         self._body += body
@@ -53,7 +52,8 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if not self._parser.should_keep_alive():
             self.close()
-        self._end(Answer(self._parser.get_status_code(), self._told, bytes(self._body)))
+        status = self._parser.get_status_code()
+        self._end(Answer(status, self._has_retry_after, bytes(self._body)))
 
     def connection_lost(self, error: Exception | None) -> None:
         self.open = False
@@ -70,13 +70,21 @@ class Connection(asyncio.Protocol):
 
 @dataclass(slots=True)
 class Answer:
+    """What a server answered.
+
+    Attributes:
+        status: of HTTP; 0 if there was no answer.
+        retry_after: whether it had the header Retry-After.
+        body: of the answer.
+    """
+
     status: int
     retry_after: bool = False
     body: bytes = b""
 
 
 class Connections:
-    """As many connections as there are requests at a time."""
+    """A pool with as many connections as there are requests at a time, MAX_CONNECTIONS at most."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -84,19 +92,12 @@ class Connections:
         self._room = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def ask(self, request: bytes) -> Answer:
+        """Sends a request over an idle connection or a new one."""
         async with self._room:
-            connection = None
-            while self._idle and connection is None:
-                connection = self._idle.pop()
-                connection = connection if connection.open else None
-            if connection is None:
-                try:
-                    loop = asyncio.get_running_loop()
-                    _, connection = await loop.create_connection(
-                        Connection, "127.0.0.1", self._port
-                    )
-                except OSError:
-                    return Answer(0)
+            try:
+                connection = self._take_idle() or await self._connect()
+            except OSError:
+                return Answer(0)
             try:
                 async with asyncio.timeout(GIVE_UP_S):
                     answer = await connection.ask(request)
@@ -107,34 +108,75 @@ class Connections:
                 self._idle.append(connection)
             return answer
 
+    def _take_idle(self) -> Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            # The server may have closed it meanwhile.
+            if connection.open:
+                return connection
+        return None
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(Connection, "127.0.0.1", self._port)
+        return connection
+
     def close(self) -> None:
         for connection in self._idle:
             connection.close()
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A request and its answer; times are seconds since the start.
+
+    Attributes:
+        due_s: when it was to be sent.
+        sent_s: when it was sent.
+        answered_s: when the answer was complete.
+        status: of the answer.
+        retry_after: whether the answer had the header Retry-After.
+    """
+
+    due_s: float
+    sent_s: float
+    answered_s: float
+    status: int
+    retry_after: bool
+
+
+@dataclass(frozen=True)
 class Log:
-    """Seconds since the start at which each request was due, sent and answered; its status; if it had Retry-After."""
+    """What happened under load.
 
-    due: list[float] = field(default_factory=list)
-    sent: list[float] = field(default_factory=list)
-    done: list[float] = field(default_factory=list)
-    status: list[int] = field(default_factory=list)
-    retry_after: list[bool] = field(default_factory=list)
+    Attributes:
+        exchanges: in the order of the answers.
+    """
 
-    def latency_ms(self, chosen: Any = slice(None)) -> np.ndarray:
-        """From the intended start."""
-        return 1000 * (np.asarray(self.done) - np.asarray(self.due))[chosen]
+    exchanges: Sequence[Exchange]
 
-    def part(self, begin: float, end: float = math.inf) -> Log:
+    @property
+    def statuses(self) -> list[int]:
+        """Of all answers."""
+        return [exchange.status for exchange in self.exchanges]
+
+    def part(self, begin_s: float, end_s: float = math.inf) -> Log:
         """The requests that were due in a span of time."""
-        kept = [i for i, due in enumerate(self.due) if begin <= due < end]
-        columns = (self.due, self.sent, self.done, self.status, self.retry_after)
-        return Log(*([column[i] for i in kept] for column in columns))
+        return Log([exchange for exchange in self.exchanges if begin_s <= exchange.due_s < end_s])
+
+    def with_status(self, *statuses: int) -> Log:
+        """The requests that were answered in one of some ways."""
+        return Log([exchange for exchange in self.exchanges if exchange.status in statuses])
+
+    def latency_ms(self) -> np.ndarray:
+        """Time of each request, from when it was due: waiting for this program counts, too."""
+        latency_s = [exchange.answered_s - exchange.due_s for exchange in self.exchanges]
+        return 1000 * np.array(latency_s)
 
     def lag_ms(self) -> float:
         """99 % of requests were sent at most this late."""
-        return 1000 * float(np.percentile(np.asarray(self.sent) - np.asarray(self.due), 99))
+        lag_s = [exchange.sent_s - exchange.due_s for exchange in self.exchanges]
+        return 1000 * float(np.percentile(lag_s, 99))
 
 
 def due_times(phases: Sequence[tuple[float, float]], arrivals: str) -> list[float]:
@@ -148,12 +190,12 @@ def due_times(phases: Sequence[tuple[float, float]], arrivals: str) -> list[floa
     begin = 0.0
     draw = np.random.default_rng(0)
     for rate, seconds in phases:
-        number = max(1, round(rate * seconds))
-        times = (
-            np.sort(draw.uniform(0, seconds, number))
-            if arrivals == "poisson"
-            else np.arange(number) / rate
-        )
+        num_requests = max(1, round(rate * seconds))
+        if arrivals == "poisson":
+            # Given their number, the arrivals of a Poisson process are uniform.
+            times = np.sort(draw.uniform(0, seconds, num_requests))
+        else:
+            times = np.arange(num_requests) / rate
         due += (begin + times).tolist()
         begin += seconds
     return due
@@ -162,30 +204,28 @@ def due_times(phases: Sequence[tuple[float, float]], arrivals: str) -> list[floa
 async def open_loop(port: int, requests: Sequence[bytes], due_s: Sequence[float]) -> Log:
     """Sends each request at its time, however many are unanswered."""
     connections = Connections(port)
-    log = Log()
+    exchanges = list[Exchange]()
     clock = asyncio.get_running_loop().time
     start = clock() + 0.05
 
-    async def one(due: float, request: bytes) -> None:
+    async def exchange(due: float, request: bytes) -> None:
         sent = clock() - start
         answer = await connections.ask(request)
-        log.due.append(due)
-        log.sent.append(sent)
-        log.done.append(clock() - start)
-        log.status.append(answer.status)
-        log.retry_after.append(answer.retry_after)
+        answered = clock() - start
+        exchanges.append(Exchange(due, sent, answered, answer.status, answer.retry_after))
 
     running = set[asyncio.Task[None]]()
     with without_collection():
-        for i, due in enumerate(due_s):
-            # 0 where we are late: answers are read in between.
+        for number, due in enumerate(due_s):
+            # A sleep of 0 if this program is late: answers are read in between.
             await asyncio.sleep(max(0.0, start + due - clock()))
-            task = asyncio.create_task(one(due, requests[i % len(requests)]))
+            task = asyncio.create_task(exchange(due, requests[number % len(requests)]))
+            # The loop itself keeps only weak references to tasks.
             running.add(task)
             task.add_done_callback(running.discard)
         await asyncio.gather(*running)
     connections.close()
-    return log
+    return Log(exchanges)
 
 
 @contextlib.contextmanager
@@ -206,29 +246,31 @@ async def closed_loop(
     pool = Connections(port)
     clock = asyncio.get_running_loop().time
     begin = clock()
-    turn = iter(range(sys.maxsize))
+    num_sent = 0
 
-    async def one() -> None:
-        while (number := next(turn)) < LEAST * connections or clock() < begin + seconds:
-            answer = await pool.ask(requests[number % len(requests)])
+    async def ask_again() -> None:
+        nonlocal num_sent
+        while num_sent < LEAST * connections or clock() < begin + seconds:
+            request = requests[num_sent % len(requests)]
+            num_sent += 1
+            answer = await pool.ask(request)
             if answer.status != 200:
                 raise SystemExit(
                     f"error: status {answer.status} in a closed loop: {answer.body[:200]!r}, expected 200"
                 )
 
-    await asyncio.gather(*(one() for _ in range(connections)))
+    await asyncio.gather(*(ask_again() for _ in range(connections)))
     pool.close()
-    return (next(turn) - connections) / (
-        clock() - begin
-    )  # each took a number more, and did not ask
+    return num_sent / (clock() - begin)
 
 
 async def peak(
     port: int, requests: Sequence[bytes], numbers: Sequence[int], seconds: float
 ) -> tuple[float, int]:
     """Most answers per second, and with how many connections."""
-    await closed_loop(port, requests, 2, seconds / 2)  # warm
-    rates = [await closed_loop(port, requests, number, seconds) for number in numbers]
+    # Warms up.
+    await closed_loop(port, requests, 2, seconds / 2)
+    rates = [await closed_loop(port, requests, connections, seconds) for connections in numbers]
     best = int(np.argmax(rates))
     return rates[best], numbers[best]
 

@@ -26,6 +26,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,41 @@ NORMAL_S = 10
 # connections of the closed loops
 CLOSED = (1, 2, 4, 8, 16, 32)
 CLOSED_BATCH = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server, and what is known about its bundle.
+
+    Attributes:
+        port: on the loopback address.
+        token: opens it.
+        mode: "single" or "composed".
+        queries: texts for requests.
+        baseline: what `served_bundles.in_process` measured.
+    """
+
+    port: int
+    token: str
+    mode: str
+    queries: list[str]
+    baseline: dict[str, Any]
+
+    def requests(self, groups: Sequence[Sequence[str]]) -> list[bytes]:
+        """Whole HTTP requests, one for each group of texts, made beforehand."""
+        requests = []
+        for texts in groups:
+            body = json.dumps({"texts": list(texts), "k": K}).encode()
+            lines = [
+                "POST /v1/search HTTP/1.1",
+                f"Host: 127.0.0.1:{self.port}",
+                f"Authorization: Bearer {self.token}",
+                "Content-Type: application/json",
+                f"Content-Length: {len(body)}",
+            ]
+            head = "\r\n".join(lines) + "\r\n\r\n"
+            requests.append(head.encode() + body)
+        return requests
 
 
 def main() -> None:
@@ -105,37 +141,43 @@ def main() -> None:
         options.overload_seconds = 5.0
     folders = {name: bundle_folder(name, options.labels) for name in options.bundles}
     load = refuse_if_busy(options.anyway or options.quick)
-    all_cores = os.sched_getaffinity(0)
-    last_core = max(all_cores)
-    server_cores = all_cores - {last_core} or all_cores
-    measure, tell = (overload, run_overload) if options.overload else (usual, run_usual)
-    rows = []
+    server_cores = client_cores = os.sched_getaffinity(0)
+    if options.overload:
+        client_cores = {max(server_cores)}
+        server_cores = server_cores - client_cores or server_cores
+    measure = overload if options.overload else usual
+    rows: list[dict[str, object]] = []
     for name, folder in folders.items():
-        command = [
-            sys.executable,
-            __file__,
-            "--baseline",
-            str(folder),
-            "--threads",
-            str(options.threads),
-        ]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        alone = json.loads(output.splitlines()[-1])
+        baseline = in_process_alone(folder, options.threads)
         for mode in options.modes:
             command = shlex.split(options.server)
             with (
-                cores(server_cores if options.overload else all_cores),
+                cores(server_cores),
                 served(command, folder / "bundle", mode, options.threads) as (port, token),
-                cores({last_core} if options.overload else all_cores),
+                cores(client_cores),
             ):
-                figures = uvloop.run(measure(port, token, mode, folder, alone, options))
-            rows.append({"bundle": f"{name}: {alone['size']}", "mode": mode, **figures})
-    title, notes = tell(options)
+                server = Server(port, token, mode, read_queries(folder), baseline)
+                figures = uvloop.run(measure(server, options))
+            rows.append({"bundle": f"{name}: {baseline['size']}", "mode": mode, **figures})
     header = list(rows[0])
-    name = "serve_overload.md" if options.overload else "serve_load.md"
-    write_table(
-        options.out or name, title, header, [list(row.values()) for row in rows], [*notes, load]
-    )
+    cells = [list(row.values()) for row in rows]
+    if options.overload:
+        out = options.out or "serve_overload.md"
+        write_table(out, "Serving: overload", header, cells, [*overload_notes(options), load])
+    else:
+        out = options.out or "serve_load.md"
+        title = "Serving: what HTTP adds"
+        write_table(out, title, header, cells, [*usual_notes(options), load])
+
+
+def in_process_alone(folder: Path, threads: int) -> dict[str, Any]:
+    """Measures `served_bundles.in_process` by a process of its own."""
+    words = ["--baseline", str(folder), "--threads", str(threads)]
+    command = [sys.executable, __file__, *words]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    last_line = output.splitlines()[-1]
+    baseline: dict[str, Any] = json.loads(last_line)
+    return baseline
 
 
 @contextlib.contextmanager
@@ -147,56 +189,58 @@ def cores(numbers: set[int]) -> Iterator[None]:
     os.sched_setaffinity(0, before)
 
 
-async def usual(
-    port: int,
-    token: str,
-    mode: str,
-    folder: Path,
-    alone: dict[str, Any],
-    options: argparse.Namespace,
-) -> dict[str, object]:
+async def usual(server: Server, options: argparse.Namespace) -> dict[str, object]:
     """A row: one text a request at half of the peak rate, and 32 texts a request."""
-    queries = read_queries(folder)
-    requests = requests_of([[query] for query in queries], token, port)
-    await check(port, requests, alone["uids"])
-    best, connections = await peak(port, requests, CLOSED, max(1.0, options.seconds / 6))
-    due = due_times([(best / 2, options.warmup + options.seconds)], options.arrivals)
-    log = (await open_loop(port, requests, due)).part(options.warmup)
+    baseline = server.baseline
+    requests = server.requests([[query] for query in server.queries])
+    await check(server.port, requests, baseline["uids"])
+    peak_s = max(1.0, options.seconds / 6)
+    peak_rate, connections = await peak(server.port, requests, CLOSED, peak_s)
+    rate = peak_rate / 2
+    due = due_times([(rate, options.warmup + options.seconds)], options.arrivals)
+    whole_log = await open_loop(server.port, requests, due)
+    log = whole_log.part(options.warmup)
     p50, p99 = np.percentile(log.latency_ms(), [50, 99])
-    null_p50, null_p99, cost_ms = await generator(requests, best / 2, options)
-    batches = requests_of(
-        [queries[i : i + BATCH] for i in range(0, len(queries), BATCH)], token, port
-    )
-    batch_rate, _ = await peak(port, batches, CLOSED_BATCH, max(1.0, options.seconds / 6))
-    reached = BATCH * batch_rate / alone["batch_texts_per_s"]
-    added = (p50 - alone["p50"], p99 - alone["p99"])
-    limits = LIMITS[mode]
-    missed = [
-        name
-        for name, value, limit in zip(("p50", "p99"), added, limits, strict=True)
-        if value > limit
-    ]
-    missed += ["throughput"] * (reached < LIMIT_SHARE)
-    missed += [f"answers ({others(log.status, {200})})"] * (set(log.status) != {200})
+    null_p50, null_p99, cost_ms = await generator(requests, rate, options)
+    starts = range(0, len(server.queries), BATCH)
+    batches = [server.queries[start : start + BATCH] for start in starts]
+    batch_requests = server.requests(batches)
+    batch_rate, _ = await peak(server.port, batch_requests, CLOSED_BATCH, peak_s)
+
+    share = BATCH * batch_rate / baseline["batch_texts_per_s"]
+    added_p50 = p50 - baseline["p50"]
+    added_p99 = p99 - baseline["p99"]
+    limit_p50, limit_p99 = LIMITS[server.mode]
+    missed = []
+    if added_p50 > limit_p50:
+        missed.append("p50")
+    if added_p99 > limit_p99:
+        missed.append("p99")
+    if share < LIMIT_SHARE:
+        missed.append("throughput")
+    if set(log.statuses) != {200}:
+        missed.append(f"answers ({others(log.statuses, {200})})")
     return {
-        "in process p50 / p99, ms": f"{alone['p50']:.2f} / {alone['p99']:.2f}",
-        "peak/s (connections)": f"{best:.0f} ({connections})",
+        "in process p50 / p99, ms": f"{baseline['p50']:.2f} / {baseline['p99']:.2f}",
+        "peak/s (connections)": f"{peak_rate:.0f} ({connections})",
         "HTTP p50 / p99, ms": f"{p50:.2f} / {p99:.2f}",
-        "added p50 / p99, ms": f"{added[0]:.2f} / {added[1]:.2f}",
+        "added p50 / p99, ms": f"{added_p50:.2f} / {added_p99:.2f}",
         "generator alone p50 / p99, ms": f"{null_p50:.2f} / {null_p99:.2f}",
         "its CPU a request, ms": f"{cost_ms:.3f}",
         "sent late, p99, ms": f"{log.lag_ms():.2f}",
-        "texts/s in process, 32 (all) at once": f"{alone['batch_texts_per_s']:.0f} ({alone['all_texts_per_s']:.0f})",
+        "texts/s in process, 32 (all) at once": (
+            f"{baseline['batch_texts_per_s']:.0f} ({baseline['all_texts_per_s']:.0f})"
+        ),
         "texts/s over HTTP, 32 a request": f"{BATCH * batch_rate:.0f}",
-        "share": f"{reached:.2f}",
-        "recall@10": f"{alone['recall']:.3f}",
+        "share": f"{share:.2f}",
+        "recall@10": f"{baseline['recall']:.3f}",
         "limits": f"missed: {', '.join(missed)}" if missed else "kept",
     }
 
 
-def run_usual(options: argparse.Namespace) -> tuple[str, list[str]]:
-    """Title and notes."""
-    notes = [
+def usual_notes(options: argparse.Namespace) -> list[str]:
+    """What is measured, and the limits."""
+    return [
         f"k = {K}; static encoder",
         f"HTTP: one text a request at half of the peak rate, {options.arrivals} arrivals, {options.seconds:g} s after"
         f" {options.warmup:g} s of warm-up; latency from the intended start of each request",
@@ -207,69 +251,60 @@ def run_usual(options: argparse.Namespace) -> tuple[str, list[str]]:
         f" share of the in-process throughput (32 at once) {LIMIT_SHARE}",
         f"threads in each process of the server, and in process: {options.threads}",
     ]
-    return "Serving: what HTTP adds", notes
 
 
-async def overload(
-    port: int,
-    token: str,
-    mode: str,
-    folder: Path,
-    alone: dict[str, Any],
-    options: argparse.Namespace,
-) -> dict[str, object]:
+async def overload(server: Server, options: argparse.Namespace) -> dict[str, object]:
     """A row: some times the peak rate for a while, then half of it again."""
-    requests = requests_of([[query] for query in read_queries(folder)], token, port)
-    await check(port, requests, alone["uids"])
-    best, _ = await peak(port, requests, CLOSED, max(1.0, options.seconds / 6))
-    seconds = options.overload_seconds
-    begin = options.warmup + options.seconds
+    requests = server.requests([[query] for query in server.queries])
+    await check(server.port, requests, server.baseline["uids"])
+    peak_rate, _ = await peak(server.port, requests, CLOSED, max(1.0, options.seconds / 6))
+    begin_s = options.warmup + options.seconds
+    overload_s = options.overload_seconds
+    end_s = begin_s + overload_s
     phases = [
-        (best / 2, begin),
-        (options.times * best, seconds),
-        (best / 2, max(options.seconds, 2 * NORMAL_S + 1)),
+        (peak_rate / 2, begin_s),
+        (options.times * peak_rate, overload_s),
+        (peak_rate / 2, max(options.seconds, 2 * NORMAL_S + 1)),
     ]
     due = due_times(phases, options.arrivals)
     started_cpu_s = time.process_time()
-    whole = await open_loop(port, requests, due)
+    whole_log = await open_loop(server.port, requests, due)
     client_cpu_s = time.process_time() - started_cpu_s
-    before = whole.part(options.warmup, begin)
-    after = whole.part(begin + seconds)
-    log = whole.part(begin, begin + seconds)
-    status = np.asarray(log.status)
-    accepted = status == 200
-    refused = np.isin(status, (429, 503))
-    accepted_ms = log.latency_ms(accepted)
-    refused_ms = log.latency_ms(refused)
-    has_retry_after = np.asarray(log.retry_after)[refused]
-    other_statuses = others(log.status, {200, 429, 503})
-    normal = recovery(before, after)
-    limit_ms = 1000 * IN_FLIGHT / best
-    kept = {
-        "refusals": len(refused_ms) > 0
-        and np.percentile(refused_ms, 99) <= REFUSED_MS
-        and all(has_retry_after),
-        "accepted": len(accepted_ms) > 0
-        and np.percentile(accepted_ms, 99) <= ACCEPTED_LIMITS * limit_ms,
-        "answers": not other_statuses,
-        "recovery": normal is not None and normal <= NORMAL_S,
-    }
-    missed = [name for name, good in kept.items() if not good]
+    before = whole_log.part(options.warmup, begin_s)
+    during = whole_log.part(begin_s, end_s)
+    after = whole_log.part(end_s)
+
+    accepted_ms = during.with_status(200).latency_ms()
+    refused = during.with_status(429, 503)
+    refused_ms = refused.latency_ms()
+    has_retry_after = [exchange.retry_after for exchange in refused.exchanges]
+    other_statuses = others(during.statuses, {200, 429, 503})
+    normal_s = recovery(before, after)
+    limit_ms = 1000 * IN_FLIGHT / peak_rate
+    missed = []
+    if not (p99_is_at_most(refused_ms, REFUSED_MS) and all(has_retry_after)):
+        missed.append("refusals")
+    if not p99_is_at_most(accepted_ms, ACCEPTED_LIMITS * limit_ms):
+        missed.append("accepted")
+    if other_statuses:
+        missed.append("answers")
+    if normal_s is None or normal_s > NORMAL_S:
+        missed.append("recovery")
     return {
-        "peak/s": f"{best:.0f}",
+        "peak/s": f"{peak_rate:.0f}",
         "limit, ms": f"{limit_ms:.0f}",
-        "offered/s": f"{len(status) / seconds:.0f}",
+        "offered/s": f"{len(during.exchanges) / overload_s:.0f}",
         "before, p50 / p99, ms": percentiles(before.latency_ms()),
-        "accepted/s": f"{accepted.sum() / seconds:.0f}",
+        "accepted/s": f"{len(accepted_ms) / overload_s:.0f}",
         "accepted p50 / p99, ms": percentiles(accepted_ms),
-        "refused/s": f"{refused.sum() / seconds:.0f}",
+        "refused/s": f"{len(refused_ms) / overload_s:.0f}",
         "refused p50 / p99, ms": percentiles(refused_ms),
         f"refused within {REFUSED_MS} ms": part_of(refused_ms <= REFUSED_MS),
         "with Retry-After": part_of(has_retry_after),
         "anything else": other_statuses or "none",
         "client's CPU a request, ms": f"{1000 * client_cpu_s / len(due):.3f}",
-        "sent late, p99, ms": f"{log.lag_ms():.1f}",
-        "normal after, s": "not seen" if normal is None else str(normal),
+        "sent late, p99, ms": f"{during.lag_ms():.1f}",
+        "normal after, s": "not seen" if normal_s is None else str(normal_s),
         "limits": f"missed: {', '.join(missed)}" if missed else "kept",
     }
 
@@ -280,33 +315,39 @@ def others(status: Sequence[int], expected: set[int]) -> str:
     return ", ".join(f"{number} x {code}" for code, number in failures.items())
 
 
+def p99_is_at_most(latency_ms: np.ndarray, limit_ms: float) -> bool:
+    """False without any request."""
+    return len(latency_ms) > 0 and bool(np.percentile(latency_ms, 99) <= limit_ms)
+
+
 def percentiles(latency_ms: np.ndarray) -> str:
-    return (
-        " / ".join(f"{value:.1f}" for value in np.percentile(latency_ms, [50, 99]))
-        if len(latency_ms)
-        else "-"
-    )
+    if not len(latency_ms):
+        return "-"
+    p50, p99 = np.percentile(latency_ms, [50, 99])
+    return f"{p50:.1f} / {p99:.1f}"
 
 
-def part_of(flags: np.ndarray) -> str:
+def part_of(flags: np.ndarray | list[bool]) -> str:
     return f"{100 * np.mean(flags):.2f} %" if len(flags) else "-"
 
 
 def recovery(before: Log, after: Log) -> int | None:
     """Seconds from the end of the overload until all is as before: no refusal, and at most twice the p99."""
-    begin = min(after.due)
-    end = max(after.due)
+    due_s = [exchange.due_s for exchange in after.exchanges]
+    begin_s = min(due_s)
+    # At least half of the time must remain, to judge by.
+    last_start_s = int(max(due_s) - begin_s) // 2
     normal_ms = 2 * np.percentile(before.latency_ms(), 99)
-    for seconds in range(int(end - begin) // 2 + 1):
-        rest = after.part(begin + seconds)
-        if set(rest.status) == {200} and np.percentile(rest.latency_ms(), 99) <= normal_ms:
+    for seconds in range(last_start_s + 1):
+        rest = after.part(begin_s + seconds)
+        if set(rest.statuses) == {200} and p99_is_at_most(rest.latency_ms(), normal_ms):
             return seconds
     return None
 
 
-def run_overload(options: argparse.Namespace) -> tuple[str, list[str]]:
-    """Title and notes."""
-    notes = [
+def overload_notes(options: argparse.Namespace) -> list[str]:
+    """What is measured, and the limits."""
+    return [
         f"{options.times:g} x the peak rate of a closed loop for {options.overload_seconds:g} s, {options.arrivals}"
         f" arrivals, one text a request, at most {MAX_CONNECTIONS:,} connections; before and after: half of the peak",
         "this program runs on the last core, the server on the others; latency from the intended start of each"
@@ -317,18 +358,6 @@ def run_overload(options: argparse.Namespace) -> tuple[str, list[str]]:
         "normal: from then on no refusal, and a p99 of at most twice that before",
         f"threads in each process of the server: {options.threads}",
     ]
-    return "Serving: overload", notes
-
-
-def requests_of(texts: Sequence[Sequence[str]], token: str, port: int) -> list[bytes]:
-    """Whole HTTP requests, made beforehand."""
-    encoded = []
-    for group in texts:
-        body = json.dumps({"texts": list(group), "k": K}).encode()
-        head = f"POST /v1/search HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAuthorization: Bearer {token}\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        encoded.append(head.encode() + body)
-    return encoded
 
 
 async def check(port: int, requests: Sequence[bytes], uids: Sequence[Sequence[str]]) -> None:
@@ -359,16 +388,16 @@ async def generator(
         while (await pool.ask(requests[0])).status != 200:
             await asyncio.sleep(0.1)
         before = resource.getrusage(resource.RUSAGE_SELF)
-        log = await open_loop(
-            port, requests, due_times([(rate, min(10.0, options.seconds))], options.arrivals)
-        )
+        due = due_times([(rate, min(10.0, options.seconds))], options.arrivals)
+        log = await open_loop(port, requests, due)
         after = resource.getrusage(resource.RUSAGE_SELF)
         pool.close()
     finally:
         stop(process)
-    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    user_s = after.ru_utime - before.ru_utime
+    system_s = after.ru_stime - before.ru_stime
     p50, p99 = np.percentile(log.latency_ms(), [50, 99])
-    return p50, p99, 1000 * used / len(log.due)
+    return p50, p99, 1000 * (user_s + system_s) / len(log.exchanges)
 
 
 if __name__ == "__main__":
