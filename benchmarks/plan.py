@@ -38,15 +38,39 @@ from xmcray.training.launch import train
 from xmcray.training.records import read_records
 from xmcray.training.run import Run, RunConfig
 
-MEMORY_LIMIT, TIME_LIMIT = 0.15, 0.30
+MEMORY_LIMIT = 0.15
+TIME_LIMIT = 0.30
 STEPS = 36  # of an epoch: enough to touch the rows that the plan counts
-HEADER = ["method", "L", "D", "batch", "workers", "settings"]
-HEADER += ["memory, MB", "planned", "error", "step, ms", "planned", "error"]
+HEADER = [
+    "method",
+    "L",
+    "D",
+    "batch",
+    "workers",
+    "settings",
+    "memory, MB",
+    "planned",
+    "error",
+    "step, ms",
+    "planned",
+    "error",
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """One configuration."""
+    """One configuration.
+
+    Attributes:
+        method: its name.
+        labels: how many.
+        dim: of the vectors.
+        batch: queries of a step, over all workers.
+        workers: of the training.
+        tokens: of a text.
+        settings: those of the method.
+        transformer: folder of a transformer on the embedded sample; "" for a static encoder on a synthetic corpus.
+    """
 
     method: str
     labels: int
@@ -58,8 +82,37 @@ class Drawn:
     transformer: str = ""
 
     def corpus(self) -> Corpus:
-        found = tokenised("sample", self.transformer) if self.transformer else None
-        return found or synthetic.corpus(self.labels, STEPS * self.batch, self.tokens)
+        """What it is trained on."""
+        if self.transformer:
+            sample = tokenised("sample", self.transformer)
+            assert sample is not None, "the sample is embedded"
+            return sample
+        return synthetic.corpus(self.labels, STEPS * self.batch, self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a training took, and what its plan said.
+
+    Attributes:
+        plan: of the training.
+        worker_bytes: peak memory of the largest worker.
+        step_s: median time of a step.
+    """
+
+    plan: Plan
+    worker_bytes: float
+    step_s: float
+
+    @property
+    def memory_error(self) -> float:
+        """Of the planned memory, relative to the measured one."""
+        return self.plan.worker_bytes / self.worker_bytes - 1
+
+    @property
+    def time_error(self) -> float:
+        """Of the planned step, relative to the measured one."""
+        return self.plan.step_seconds / self.step_s - 1
 
 
 def main() -> None:
@@ -74,34 +127,45 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     load = refuse_if_busy(arguments.anyway or arguments.quick)
-    drawn = draw(arguments.seed)
+    configurations = draw(arguments.seed)
     if arguments.minilm:
-        drawn.append(draw_transformer(arguments.seed))
+        configurations.append(draw_transformer(arguments.seed))
     if arguments.quick:
         arguments.out = Path(os.devnull)
-        drawn = [dataclasses.replace(one, labels=3000, dim=32, batch=64) for one in drawn[:2]]
+        configurations = [
+            dataclasses.replace(drawn, labels=3000, dim=32, batch=64)
+            for drawn in configurations[:2]
+        ]
     rates = probe()
-    rows, errors = [], []
-    for number, one in enumerate(drawn):
+    rows = []
+    memory_errors = []
+    time_errors = []
+    for number, drawn in enumerate(configurations):
         if arguments.only and number not in arguments.only:
             continue
-        config = resolve(one)
-        size = data_size.from_corpus(one.corpus())
-        planned = plan(config, size, rates, one.workers)
-        memory, step_s = measure(config, one)
-        row, error = compare(one, planned, memory, step_s)
+        # Planned before it is measured.
+        config = resolve(drawn)
+        size = data_size.from_corpus(drawn.corpus())
+        planned = plan(config, size, rates, drawn.workers)
+        worker_bytes, step_s = measure(config, drawn)
+        measured = Measured(planned, worker_bytes, step_s)
+        memory_errors.append(abs(measured.memory_error))
+        time_errors.append(abs(measured.time_error))
+        row = table_row(drawn, measured)
         rows.append(row)
-        errors.append(error)
         print(" | ".join(map(str, row)), file=sys.stderr, flush=True)
-    memory_errors, time_errors = np.abs(np.array(errors)).T
     notes = [
-        f"memory within {MEMORY_LIMIT:.0%}: {np.sum(memory_errors <= MEMORY_LIMIT)} of {len(rows)}, largest error"
-        f" {memory_errors.max():.0%}; time of a step within {TIME_LIMIT:.0%}: {np.sum(time_errors <= TIME_LIMIT)} of"
-        f" {len(rows)}, largest error {time_errors.max():.0%}",
+        f"memory within {MEMORY_LIMIT:.0%}: {number_within(memory_errors, MEMORY_LIMIT)}; time of a step within"
+        f" {TIME_LIMIT:.0%}: {number_within(time_errors, TIME_LIMIT)}",
         f"configurations drawn with seed {arguments.seed}; one thread in each process",
         load,
     ]
     write_table(arguments.out, "Plans against measurements", HEADER, rows, notes)
+
+
+def number_within(errors: list[float], limit: float) -> str:
+    num_within = sum(error <= limit for error in errors)
+    return f"{num_within} of {len(errors)}, largest error {max(errors):.0%}"
 
 
 def draw(seed: int) -> list[Drawn]:
@@ -111,14 +175,13 @@ def draw(seed: int) -> list[Drawn]:
     def one_of(*values: Any) -> Any:
         return values[generator.integers(len(values))]
 
-    plans = []
+    configurations = []
     for method in generator.permutation(method_names()).tolist():
-        labels = round(float(np.exp(generator.uniform(np.log(20_000), np.log(200_000)))), -3)
-        dim, batch, workers = (
-            one_of(64, 96, 128, 192, 256),
-            one_of(128, 256, 384, 512),
-            one_of(1, 2),
-        )
+        log_labels = generator.uniform(np.log(20_000), np.log(200_000))
+        labels = round(float(np.exp(log_labels)), -3)
+        dim = one_of(64, 96, 128, 192, 256)
+        batch = one_of(128, 256, 384, 512)
+        workers = one_of(1, 2)
         tokens = one_of(6, 8, 12, 16)
         settings = [
             f"negatives.hard={one_of(10, 20, 30, 50)}",
@@ -135,8 +198,9 @@ def draw(seed: int) -> list[Drawn]:
             settings[0] = "negatives.hard=0"
         if method in ("rae", "prime", "unidec"):
             settings += [f"method.hard_per_query={one_of(1, 2, 4)}"]
-        plans.append(Drawn(method, int(labels), dim, batch, workers, tokens, tuple(settings)))
-    return plans
+        drawn = Drawn(method, int(labels), dim, batch, workers, tokens, tuple(settings))
+        configurations.append(drawn)
+    return configurations
 
 
 def draw_transformer(seed: int) -> Drawn:
@@ -153,12 +217,19 @@ def draw_transformer(seed: int) -> Drawn:
     return Drawn("dexml", card.num_labels, 384, batch, 1, tokens, settings, model)
 
 
-def resolve(one: Drawn) -> RunConfig:
-    epochs = 1 if one.transformer else 4 if "negatives.hard=0" not in one.settings else 2
+def resolve(drawn: Drawn) -> RunConfig:
+    """The configuration of the training."""
+    if drawn.transformer:
+        epochs = 1
+    elif "negatives.hard=0" in drawn.settings:
+        epochs = 2
+    else:
+        # Hard negatives begin after two epochs.
+        epochs = 4
     common = [
-        f"encoder.name={one.transformer or 'static'}",
-        f"encoder.dim={one.dim}",
-        f"optim.batch_size={one.batch}",
+        f"encoder.name={drawn.transformer or 'static'}",
+        f"encoder.dim={drawn.dim}",
+        f"optim.batch_size={drawn.batch}",
         f"optim.epochs={epochs}",
         "negatives.start_epoch=2",
         f"negatives.refresh_every={epochs}",
@@ -166,18 +237,18 @@ def resolve(one: Drawn) -> RunConfig:
         "negatives.recall_queries=0",
         "data.augment_with_labels=false",
         "data.validation=0",
-        f"cluster.workers={one.workers}",
+        f"cluster.workers={drawn.workers}",
         "cluster.threads_per_process=1",
         "cluster.device=cpu",
         "log.every=4",
         "log.validate_every=0",
     ]
-    return RunConfig.resolve(one.method, {}, [*common, *one.settings])
+    return RunConfig.resolve(drawn.method, {}, [*common, *drawn.settings])
 
 
-def measure(config: RunConfig, one: Drawn) -> tuple[float, float]:
+def measure(config: RunConfig, drawn: Drawn) -> tuple[float, float]:
     """Peak bytes of the largest worker, and seconds of a step."""
-    corpus = one.corpus()
+    corpus = drawn.corpus()
     folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
     try:
         run: Run = train(corpus.path, folder / "run", config)
@@ -185,36 +256,33 @@ def measure(config: RunConfig, one: Drawn) -> tuple[float, float]:
         result = run.result() or {}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    first = 2 if config.negatives.hard else min(1, config.optim.epochs - 1)
-    settled = [
-        record["step_s"]
-        for record in records
-        if record.get("epoch", 0) >= first and "step_s" in record
-    ]
-    return float(result["peak_memory_mb"]) * 2**20, float(np.median(settled[1:]))
+    # Until then an index is built on the same cores.
+    first_epoch = 2 if config.negatives.hard else min(1, config.optim.epochs - 1)
+    steps = [record for record in records if "step_s" in record]
+    settled_s = [record["step_s"] for record in steps if record.get("epoch", 0) >= first_epoch]
+    worker_bytes = float(result["peak_memory_mb"]) * 2**20
+    return worker_bytes, float(np.median(settled_s[1:]))
 
 
-def compare(
-    one: Drawn, planned: Plan, memory: float, step_s: float
-) -> tuple[list[object], tuple[float, float]]:
-    errors = planned.worker_bytes / memory - 1, planned.step_seconds / step_s - 1
-    settings = ", ".join(setting.split(".", 1)[1] for setting in one.settings)
-    settings += ", MiniLM" if one.transformer else ""
-    row: list[object] = [
-        one.method,
-        f"{one.labels:,}",
-        one.dim,
-        one.batch,
-        one.workers,
-        f"{settings}, tokens={one.tokens}",
-    ]
-    row += [f"{memory / 1e6:,.0f}", f"{planned.worker_bytes / 1e6:,.0f}", f"{errors[0]:+.0%}"]
+def table_row(drawn: Drawn, measured: Measured) -> list[object]:
+    settings = [setting.split(".", 1)[1] for setting in drawn.settings]
+    if drawn.transformer:
+        settings.append("MiniLM")
+    settings.append(f"tokens={drawn.tokens}")
     return [
-        *row,
-        f"{1e3 * step_s:.1f}",
-        f"{1e3 * planned.step_seconds:.1f}",
-        f"{errors[1]:+.0%}",
-    ], errors
+        drawn.method,
+        f"{drawn.labels:,}",
+        drawn.dim,
+        drawn.batch,
+        drawn.workers,
+        ", ".join(settings),
+        f"{measured.worker_bytes / 1e6:,.0f}",
+        f"{measured.plan.worker_bytes / 1e6:,.0f}",
+        f"{measured.memory_error:+.0%}",
+        f"{1e3 * measured.step_s:.1f}",
+        f"{1e3 * measured.plan.step_seconds:.1f}",
+        f"{measured.time_error:+.0%}",
+    ]
 
 
 if __name__ == "__main__":
