@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import data_sets
-from common import new_parser, refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, set_options, write_table
 
 from xmcray.data.sample import write_sample
 from xmcray.tuning.sweep import Sweep
@@ -97,7 +97,7 @@ def main() -> None:
 
 def settings(extra: list[str]) -> list[str]:
     """Options of a command."""
-    return [word for setting in (*SETTINGS, *extra) for word in ("--set", setting)]
+    return set_options([*SETTINGS, *extra])
 
 
 def run(corpus: Path, out: Path, options: list[str]) -> Sweep:

@@ -65,6 +65,14 @@ def new_parser(
     return parser
 
 
+def set_options(settings: Iterable[str]) -> list[str]:
+    """Settings such as `optim.epochs=1` as options of a command."""
+    words = []
+    for setting in settings:
+        words += ["--set", setting]
+    return words
+
+
 def cpu_timed(function: Callable[[], Value]) -> tuple[Value, float]:
     """What the function returns, and the CPU seconds of this process that it took."""
     begin = time.process_time()

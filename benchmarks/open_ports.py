@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
-from common import new_parser, refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, set_options, write_table
 
 from xmcray.doctor.sockets import Listener, listeners
 
@@ -27,8 +27,13 @@ from planted import write_planted
 from processes import descendants, kill, last_step
 
 XMCRAY = str(Path(sys.executable).with_name("xmcray"))
-SMALL = ["--set", "encoder.dim=16", "--set", "optim.batch_size=32", "--set", "negatives.hard=3"]
-SMALL += ["--set", "negatives.uniform=10", "--set", "log.every=1", "--no-evaluate"]
+SMALL = [
+    "encoder.dim=16",
+    "optim.batch_size=32",
+    "negatives.hard=3",
+    "negatives.uniform=10",
+    "log.every=1",
+]
 PATIENCE_S = 120
 
 
@@ -39,7 +44,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="xp"))
     write_planted(folder / "raw", num_queries=200, num_labels=30)
     corpus = folder / "corpus"
-    train = [XMCRAY, "train", "astra", "--data", str(corpus), *SMALL]
+    train = [XMCRAY, "train", "astra", "--data", str(corpus), "--no-evaluate"]
+    train += set_options(SMALL)
     try:
         subprocess.run(
             [XMCRAY, "prepare", str(folder / "raw"), "--out", str(corpus)],
@@ -52,14 +58,8 @@ def main() -> None:
             capture_output=True,
         )
         rows: list[list[object]] = []
-        many = [
-            "--workers",
-            "2",
-            "--set",
-            "cluster.cpus_per_worker=0.5",
-            "--set",
-            "optim.epochs=2000",
-        ]
+        many = ["--workers", "2"]
+        many += set_options(["cluster.cpus_per_worker=0.5", "optim.epochs=2000"])
         with running(
             [*train, *many, "--out", str(folder / "run")], lambda _: last_step(folder / "run") > 0
         ) as found:
@@ -147,20 +147,20 @@ def descendants_line(pid: int) -> str:
 
 def of(pids: set[int]) -> list[Listener]:
     """Listeners of some processes."""
-    return [one for one in listeners() if one.pid in pids]
+    return [listener for listener in listeners() if listener.pid in pids]
 
 
-def table(what: str, found: list[Listener]) -> list[list[object]]:
-    """A row for each process name and reach."""
-    groups: dict[tuple[str, bool], list[int]] = {}
-    for one in found:
-        groups.setdefault((one.name, one.loopback), []).append(one.port)
-    return [
-        [what, name, len(ports), "this machine" if loopback else "**other machines**", shown(ports)]
-        for (name, loopback), ports in sorted(
-            groups.items(), key=lambda group: (group[0][1], group[0][0])
-        )
-    ]
+def table(what: str, sockets: list[Listener]) -> list[list[object]]:
+    """Rows of the table: one for each process name and reach."""
+    groups: dict[tuple[bool, str], list[int]] = {}
+    for listener in sockets:
+        groups.setdefault((listener.loopback, listener.name), []).append(listener.port)
+    rows: list[list[object]] = []
+    # Those that other machines reach come first.
+    for (loopback, name), ports in sorted(groups.items()):
+        reach = "this machine" if loopback else "**other machines**"
+        rows.append([what, name, len(ports), reach, shown(ports)])
+    return rows
 
 
 def shown(ports: list[int]) -> str:

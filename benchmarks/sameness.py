@@ -29,7 +29,7 @@ from pathlib import Path
 import faiss
 import numpy as np
 import torch
-from common import new_parser
+from common import new_parser, set_options
 from safetensors import safe_open
 
 from xmcray.data.corpus import Corpus
@@ -137,9 +137,7 @@ def prepare_sample(folder: Path) -> Path:
 
 def fingerprint(case: Case, workers: int, corpus: Path, path: Path) -> dict[str, str]:
     """Trains, exports and searches, and hashes the results."""
-    overrides = []
-    for setting in (*SETTINGS, *case.settings):
-        overrides += ["--set", setting]
+    overrides = set_options([*SETTINGS, *case.settings])
     source = ["--data", str(corpus), "--config", f"preset:{case.preset}", *overrides]
     target = ["--out", str(path), "--workers", str(workers), "--no-evaluate"]
     run("train", case.method, *source, *target)

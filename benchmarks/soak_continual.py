@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import data_sets
-from common import new_parser, refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, set_options, write_table
 from load import free_port
 
 from xmcray.cli import main as xmcray
@@ -195,9 +195,7 @@ def soak_cycle(folder: Path, kills: int, deadline: float) -> Tally:
     corpus, _ = grown_corpora(folder, 15)
     run = folder / "a"
     words = ["train", "astra", "--workers", "0", "--data", str(corpus.path), "--out", str(run)]
-    for setting in (*SETTINGS, "optim.epochs=2"):
-        words += ["--set", setting]
-    assert xmcray(words) == 0
+    assert xmcray([*words, *set_options([*SETTINGS, "optim.epochs=2"])]) == 0
     state = folder / "state"
     with serving(run / "bundle", state) as (_, url), clients(url, state) as client:
         for text in corpus.split("train").texts(range(60)):

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import data_sets
-from common import new_parser, refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, set_options, write_table
 from heads import RAY, Head, head
 from planted import write_planted
 from processes import When, descendants, last_step
@@ -107,7 +107,7 @@ def scripts(found: Head, folder: Path, methods: Sequence[str], rows: list[list[o
     """Each script once with the token and once without."""
     write_sample(folder / "raw")
     corpus = folder / "corpus"
-    settings = [part for one in SMALL for part in ("--set", one)]
+    settings = set_options(SMALL)
     jobs: list[list[object]] = [["prepare", folder / "raw", "--out", corpus]]
     for method in methods:
         train = [f"train_{method}", "--data", corpus, "--out", folder / method, "--workers", 2]
@@ -159,7 +159,6 @@ def lost(folder: Path, stops: int, draw: random.Random, quick: bool) -> list[lis
         corpus = folder / "planted-corpus"
         code, text = followed(submit(found, "prepare", folder / "planted", "--out", corpus))
         assert code == 0, text
-        train_options = [part for one in LOST for part in ("--set", one)]
         train: list[object] = [
             "train_astra",
             "--data",
@@ -167,7 +166,7 @@ def lost(folder: Path, stops: int, draw: random.Random, quick: bool) -> list[lis
             "--workers",
             2,
             "--no-evaluate",
-            *train_options,
+            *set_options(LOST),
             "--out",
         ]
         code, text = followed(submit(found, *train, folder / "undisturbed"))

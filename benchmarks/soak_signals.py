@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import data_sets
-from common import MAX_LOAD_PER_CORE, refuse_if_busy, write_table
+from common import MAX_LOAD_PER_CORE, refuse_if_busy, set_options, write_table
 from planted import write_planted
 from processes import last_step, with_variable
 from soak import OF_METHOD, SETTINGS, final_weights
@@ -182,8 +182,7 @@ def interrupt(corpus: Path, run: Path, moment: int, after_s: float) -> Outcome:
 def start(corpus: Path, run: Path, ignores_sigint: bool) -> subprocess.Popen[bytes]:
     """The command in a process of its own; what it prints goes to a file next to the run."""
     words = ["train", METHOD, "--data", str(corpus), "--out", str(run), "--no-evaluate"]
-    for setting in [*SETTINGS, *OF_METHOD[METHOD]]:
-        words += ["--set", setting]
+    words += set_options([*SETTINGS, *OF_METHOD[METHOD]])
     begin = (
         "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); " if ignores_sigint else ""
     )

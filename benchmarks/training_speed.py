@@ -20,7 +20,7 @@ from pathlib import Path
 
 import data_sets
 import numpy as np
-from common import new_parser, refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, set_options, write_table
 
 HEADER = ["set", "checkout", "queries/s, median", "lowest", "highest", "times the former"]
 # The entry point had another name once.
@@ -70,8 +70,7 @@ def queries_per_s(side: str, checkout: Path, name: str, threads: int) -> float:
     shutil.rmtree(run, ignore_errors=True)
     words: list[str | Path] = ["train", "astra", "--data", corpus, "--out", run]
     words += ["--config", f"preset:astra/{name}", "--workers", "0"]
-    for setting in (*SETTINGS, f"cluster.threads_per_process={threads}"):
-        words += ["--set", setting]
+    words += set_options([*SETTINGS, f"cluster.threads_per_process={threads}"])
     command(checkout, words)
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]

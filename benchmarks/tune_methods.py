@@ -39,7 +39,7 @@ from typing import Any
 
 import data_sets
 import yaml
-from common import new_parser
+from common import new_parser, set_options
 
 from xmcray import config as configs
 from xmcray.data.corpus import Corpus
@@ -196,14 +196,13 @@ def command(
     words += ["--search", "optuna", "--metric", METRIC, "--keep", "1", "--workers", "0"]
     # A trial reserves all cores, so that one runs at a time, and computes on some of them.
     cores = len(os.sched_getaffinity(0))
-    for setting in (
+    settings = [
         "cluster.device=cpu",
         f"cluster.cpus_per_worker={cores}",
         f"cluster.threads_per_process={arguments.threads}",
         "log.keep=1",
-    ):
-        words += ["--set", setting]
-    return words
+    ]
+    return words + set_options(settings)
 
 
 def starting_points(method: str, name: str, folder: Path, like: Sequence[str] = ()) -> list[Path]:
