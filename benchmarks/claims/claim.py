@@ -55,11 +55,13 @@ class Comparison:
     """What the paper says about a variant, or about the difference of two, as a range for our number.
 
     Attributes:
-        of, metric: the variant and its measure.
+        of: the variant.
+        metric: its measure.
         against: the variant it is compared with, seed by seed; "" takes the value itself.
-        against_metric: where it is not the same measure.
+        against_metric: the other variant's measure; "" takes the same one.
         ratio: the quotient instead of the difference.
-        low, high: where the claim puts the number, in percent points for shares.
+        low: least number that agrees with the claim, in percent points for shares.
+        high: the largest such number.
         paper: the paper's numbers.
     """
 
@@ -155,8 +157,12 @@ class Claim:
     """One claim.
 
     Attributes:
-        number: in the list of claims. title: a few words. statement: what the paper says. source: where.
-        variants: what is measured, by name. comparisons: what must hold of them.
+        number: in the list of claims.
+        title: a few words.
+        statement: what the paper says.
+        source: where it says so.
+        variants: what is measured, by name.
+        comparisons: what must hold of them.
         setup: data and settings of our experiment, in a sentence or two.
         metrics: columns of the table.
         seeds: at least so many are measured; more where a training is short or seeds differ much.
@@ -388,15 +394,15 @@ def interval(values: Sequence[float]) -> str:
     """Mean and half width of the 95 % interval, with about three digits."""
     if not values:
         return "-"
-    mean_, half = mean_and_half_width(values)
-    digits = max(
-        0,
-        min(
-            3, 2 - math.floor(math.log10(max(abs(mean_), half, 1e-9) if math.isfinite(half) else 1))
-        ),
-    )
-    digits = 1 if digits < 1 and abs(mean_) < 1000 else digits
-    return f"{mean_:,.{digits}f}" + (f" ± {half:,.{digits}f}" if math.isfinite(half) else "")
+    center, half = mean_and_half_width(values)
+    is_bounded = math.isfinite(half)
+    largest = max(abs(center), half, 1e-9) if is_bounded else 1
+    # Three digits of the larger number, and one decimal place at least, except for thousands.
+    digits = min(3, max(0, 2 - math.floor(math.log10(largest))))
+    if digits == 0 and abs(center) < 1000:
+        digits = 1
+    text = f"{center:,.{digits}f}"
+    return f"{text} ± {half:,.{digits}f}" if is_bounded else text
 
 
 def due(claim: Claim, seeds: int, only: Sequence[str] = ()) -> list[tuple[str, int]]:
@@ -423,19 +429,18 @@ def main(make: Callable[[bool], Claim]) -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     claim = make(arguments.full)
-    if unknown := set(arguments.only) - set(claim.variants):
+    unknown = set(arguments.only) - set(claim.variants)
+    if unknown:
         parser.error(f"no variant {unknown.pop()!r}; there are: {', '.join(claim.variants)}")
     try:
         missing = due(claim, arguments.seeds, arguments.only)
         for number, (name, seed) in enumerate(missing, 1):
             result = measured(claim.variants[name], seed)
-            values = ", ".join(
-                f"{m} {mean({0: result}, m):.4g}" for m in claim.metrics if m in result
-            )
-            print(
-                f"{number}/{len(missing)} {name}, seed {seed}: {values}; {result['cpu_s']:.0f} s",
-                flush=True,
-            )
+            metrics = [metric for metric in claim.metrics if metric in result]
+            values = [f"{metric} {mean({seed: result}, metric):.4g}" for metric in metrics]
+            progress = f"{number}/{len(missing)} {name}, seed {seed}"
+            cpu_s = f"{result['cpu_s']:.0f} s"
+            print(f"{progress}: {', '.join(values)}; {cpu_s}", flush=True)
     except XmcrayError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
