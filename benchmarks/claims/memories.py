@@ -197,14 +197,10 @@ def curves(
 ) -> str:
     """A chart with a line for each variant and metric over the values of lambda or b (by its logarithm)."""
     x = np.log10(values) if setting == "b" else np.array(values)
-    series = [
-        Series(
-            f"{name}, {metric}",
-            x,
-            np.array([mean(found, f"{metric} {setting}={value:g}") for value in values]),
-        )
-        for metric in metrics
-        for name, found in results.items()
-    ]
+    series = []
+    for metric in metrics:
+        for name, by_seed in results.items():
+            means = [mean(by_seed, f"{metric} {setting}={value:g}") for value in values]
+            series.append(Series(f"{name}, {metric}", x, np.array(means)))
     x_title = "log10 of b" if setting == "b" else setting
     return line_chart(title, series, y_title="percent", x_title=x_title, from_zero=False)
