@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import data_sets
 from common import new_parser, provenance, refuse_if_busy, write_table
@@ -79,6 +80,23 @@ class Piece:
     about: str = ""
 
 
+@dataclass(frozen=True)
+class Part:
+    """A kind of disturbance.
+
+    Attributes:
+        run: from an empty piece, a temporary folder, how much is left to do and the time to stop at, to the piece.
+        goal: how much is to be done.
+        what: is counted.
+        disturbed_by: what the disturbances are.
+    """
+
+    run: Callable[[Piece, Path, int, float], Piece]
+    goal: int
+    what: str
+    disturbed_by: str
+
+
 def main() -> None:
     parser = new_parser(__doc__, out="soak_serving.md")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
@@ -96,13 +114,14 @@ def main() -> None:
         LEDGER.unlink(missing_ok=True)
     left_s = 60 * options.minutes
     for name in options.part:
-        run, goal, _, _ = PARTS[name]
-        left = goal - sum(piece.done for piece in pieces(name))
+        part = PARTS[name]
+        num_done = sum(piece.done for piece in pieces(name))
+        left = part.goal - num_done
         if left <= 0 or left_s <= 0:
             continue
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="xmcray-soak.") as folder:
-            piece = run(Piece(name), Path(folder), left, began + left_s)
+            piece = part.run(Piece(name), Path(folder), left, began + left_s)
         piece.seconds = round(time.monotonic() - began, 1)
         piece.about = provenance()[1]
         left_s -= piece.seconds
@@ -125,40 +144,61 @@ def write_results(out: Path) -> None:
     Raises:
         SystemExit: something went wrong in some piece.
     """
-    rows = list[list[object]]()
-    bad = 0
-    abouts = dict[str, None]()
-    for name, (_, goal, what, disturbed) in PARTS.items():
+    rows: list[list[object]] = []
+    num_mistakes = 0
+    # A dictionary keeps the order, and each commit once.
+    commits: dict[str, None] = {}
+    for name, part in PARTS.items():
         part_pieces = pieces(name)
-        wrong = sum((Counter(piece.wrong) for piece in part_pieces), Counter[str]())
-        bad += wrong.total()
-        abouts |= {piece.about.split(", `")[0]: None for piece in part_pieces}
-        done = sum(p.done for p in part_pieces)
-        disturbances = sum(p.disturbances for p in part_pieces)
-        mistakes = ", ".join(f"{number} x {mistake}" for mistake, number in wrong.items() if number)
-        outcome = (f"wrong: {mistakes}" if mistakes else "nothing wrong") if done else "not run"
-        outcome += f", {goal - done:,} to do" if 0 < done < goal else ""
-        notes = "; ".join(dict.fromkeys(piece.notes for piece in part_pieces if piece.notes))
-        seconds = f"{sum(p.seconds for p in part_pieces):.0f}"
-        rows.append(
-            [
-                name,
-                what,
-                f"{done:,} of {goal:,}",
-                f"{disturbances} {disturbed}",
-                seconds,
-                outcome,
-                notes or "-",
-            ]
-        )
+        for piece in part_pieces:
+            commit_and_day = piece.about.split(", `")[0]
+            commits[commit_and_day] = None
+        num_mistakes += mistakes_of(part_pieces).total()
+        rows.append(row(name, part, part_pieces))
     header = ["part", "what", "done", "disturbed by", "seconds", "outcome", "seen"]
-    lines = [
-        f"run in pieces at: {'; '.join(abouts) or '-'}",
+    notes = [
+        f"run in pieces at: {'; '.join(commits) or '-'}",
         "correctness only: the machine may have been busy",
     ]
-    write_table(out, "Serving while it is disturbed", header, rows, lines)
-    if bad:
+    write_table(out, "Serving while it is disturbed", header, rows, notes)
+    if num_mistakes:
         raise SystemExit("error: something went wrong; see the table")
+
+
+def row(name: str, part: Part, part_pieces: Sequence[Piece]) -> list[object]:
+    """The row of the table for a part: the sums of its pieces."""
+    done = sum(piece.done for piece in part_pieces)
+    disturbances = sum(piece.disturbances for piece in part_pieces)
+    seconds = sum(piece.seconds for piece in part_pieces)
+    counts = mistakes_of(part_pieces).items()
+    mistakes = [f"{count} x {mistake}" for mistake, count in counts if count]
+    if not done:
+        outcome = "not run"
+    elif mistakes:
+        outcome = f"wrong: {', '.join(mistakes)}"
+    else:
+        outcome = "nothing wrong"
+    if 0 < done < part.goal:
+        outcome += f", {part.goal - done:,} to do"
+    # The same note of several pieces stands there once.
+    notes = dict.fromkeys(piece.notes for piece in part_pieces if piece.notes)
+    return [
+        name,
+        part.what,
+        f"{done:,} of {part.goal:,}",
+        f"{disturbances} {part.disturbed_by}",
+        f"{seconds:.0f}",
+        outcome,
+        "; ".join(notes) or "-",
+    ]
+
+
+def mistakes_of(part_pieces: Sequence[Piece]) -> Counter[str]:
+    """What must not have happened in some pieces, and how often it did."""
+    mistakes = Counter[str]()
+    for piece in part_pieces:
+        mistakes.update(piece.wrong)
+    return mistakes
 
 
 # ---- searches ----
@@ -171,8 +211,10 @@ def kills(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
         "composed": write_transformer(folder),
     }
     notes = []
-    parts = {"single": ["Gateway"], "composed": ["Gateway", "Encoder", "Searcher0"]}
-    for number, (mode, deployments) in enumerate(parts.items()):
+    deployments_of_mode = {"single": ["Gateway"], "composed": ["Gateway", "Encoder", "Searcher0"]}
+    modes_left = len(deployments_of_mode)
+    for mode, deployments in deployments_of_mode.items():
+        # The number of gateways is a setting of its own.
         options = dict.fromkeys(deployments[1:], TWO)
         config = ServeConfig(
             bundles={"a": str(bundles[mode])},
@@ -181,12 +223,17 @@ def kills(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
             state_dir=str(folder / mode),
             options=options,
         )
-        until = time.monotonic() + (deadline - time.monotonic()) / (len(parts) - number)
-        with serving(config, "127.0.0.1", port := free_port()) as url:
+        # The modes that are left share the time and the searches that are left.
+        now = time.monotonic()
+        until = now + (deadline - now) / modes_left
+        num_searches = (left - piece.done) // modes_left
+        modes_left -= 1
+        port = free_port()
+        with serving(config, "127.0.0.1", port) as url:
             began = time.monotonic()
             askers = Askers(url, folder / mode, known_answers([bundles[mode]]))
             killer = Killer(partial(spare, deployments), 10.0, seed=port)
-            askers.finish((left - piece.done) // (len(parts) - number), until)
+            askers.finish(num_searches, until)
             killer.close()
             seconds = time.monotonic() - began
         count(piece, askers)
@@ -199,8 +246,12 @@ def kills(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
 def spare(deployments: Sequence[str]) -> list[int]:
     """Replicas that may be killed; none while another replica of a deployment is down."""
     status = serve.status().applications["xmcray"].deployments
-    running = all(status[name].replica_states == {"RUNNING": 2} for name in deployments)
-    return [pid for name in deployments for pid in replicas(name)] if running else []
+    pids = []
+    for name in deployments:
+        if status[name].replica_states != {"RUNNING": 2}:
+            return []
+        pids += replicas(name)
+    return pids
 
 
 def swaps(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
@@ -221,17 +272,19 @@ def swaps(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
     ):
         askers = Askers(url, folder / "state", expected_answers)
         while piece.disturbances < left and time.monotonic() < deadline:
-            insist(partial(admin.swap, str(bundles[(piece.disturbances + 1) % 2])))
             piece.disturbances += 1
-            before = askers.asked
-            while (
-                askers.asked < before + 50
-            ):  # answers of this version, while the one before is dropped
+            next_bundle = bundles[piece.disturbances % 2]
+            insist(partial(admin.swap, str(next_bundle)))
+            # Answers of this version, while the one before is dropped.
+            enough = askers.asked + 50
+            while askers.asked < enough:
                 time.sleep(0.05)
         askers.finish()
     count(piece, askers)
     piece.done = piece.disturbances
-    piece.wrong["version never seen"] += len(expected_answers) - len(askers.seen)
+    # Without a swap there was no time to see both.
+    if piece.disturbances:
+        piece.wrong["version never seen"] += len(expected_answers) - len(askers.seen)
     piece.notes = f"{askers.asked:,} searches meanwhile"
     return piece
 
@@ -274,13 +327,16 @@ def labels(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
             writer.check()
             piece.done += writer.acknowledged
             piece.wrong.update(writer.wrong)
-        must = {uid: text for writer in writers for uid, text in writer.text.items()}
-        remaining = (
-            clients[0].search([""], len(must), filter={"allow": list(must)}).results[0].answers
-        )
-        piece.wrong["search disagrees"] += {a.uid: a.text for a in remaining} != {
-            u: t for u, t in must.items() if t
-        }
+        # Texts by uid; None for a deleted label.
+        written_texts: dict[str, str | None] = {}
+        for writer in writers:
+            written_texts.update(writer.text)
+        expected = {uid: text for uid, text in written_texts.items() if text}
+        allowed = list(written_texts)
+        response = clients[0].search([""], len(allowed), filter={"allow": allowed})
+        remaining = response.results[0].answers
+        found_texts = {answer.uid: answer.text for answer in remaining}
+        piece.wrong["search disagrees"] += found_texts != expected
         piece.disturbances = len(killer.killed)
         unknown = sum(writer.unknown for writer in writers)
         piece.notes = f"{unknown} requests cut off, looked up afterwards; {len(remaining)} labels left at the end"
@@ -312,25 +368,28 @@ def damage(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
     """Flips and truncations of the files that a kill leaves, and of those that an orderly end leaves."""
     draw = random.Random(left)
     outcomes = Counter[str]()
+
+    def check(state: str, name: str, kind: str, files: dict[str, bytes], expected: Any) -> None:
+        result = opened(folder / "c", files)
+        if isinstance(result, str):
+            outcomes["refused"] += 1
+        elif result in expected:
+            outcomes["read exactly"] += 1
+        else:
+            piece.wrong[f"{state} {name}: {kind}"] += 1
+
     states = {"killed": interrupted(folder / "a"), "closed": written(folder / "b")}
     for state, files in states.items():
         for name, data in files.items():
-            flips = [flipped(files, name, draw.randrange(8 * len(data))) for _ in range(200)]
-            cuts = [{**files, name: data[:stop]} for stop in range(len(data))]
-            for kind, damaged in [("flip", flips), ("truncation", cuts)]:
-                for changed in damaged:
-                    result = opened(folder / "c", changed)
-                    # A write-ahead log that ends earlier is that of an earlier moment.
-                    is_earlier = kind == "truncation" and name.endswith("-wal")
-                    expected = COMMITS if is_earlier else [ALL]
-                    if isinstance(result, str):
-                        outcomes["refused"] += 1
-                    elif result in expected:
-                        outcomes["read exactly"] += 1
-                    else:
-                        piece.wrong[f"{state} {name}: {kind}"] += 1
-                    piece.done += kind == "flip"
-                    piece.disturbances += kind == "truncation"
+            for _ in range(200):
+                bit = draw.randrange(8 * len(data))
+                check(state, name, "flip", flipped(files, name, bit), [ALL])
+                piece.done += 1
+            # A write-ahead log that ends earlier is that of an earlier moment.
+            expected = COMMITS if name.endswith("-wal") else [ALL]
+            for stop in range(len(data)):
+                check(state, name, "truncation", {**files, name: data[:stop]}, expected)
+                piece.disturbances += 1
     piece.notes = ", ".join(f"{number:,} {outcome}" for outcome, number in outcomes.items())
     return piece
 
@@ -345,39 +404,34 @@ def bodies(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
     config = ServeConfig(
         bundles={"a": str(bundle)}, mode="single", replicas=2, state_dir=str(state)
     )
-    seen = Counter[int]()
-    memory = list[float]()
+    statuses = Counter[int]()
+    memory_mib = list[float]()
     with serving(config, "127.0.0.1", free_port()) as url:
-        before = everyone()
+        replicas_before = all_replicas()
         headers = partial(token_of, state)
-
+        rounds = [
+            partial(ask_described, route=route, number=number) for route, number in ROUTES.items()
+        ]
+        rounds.append(partial(ask_mutated, number=ROUND - sum(ROUTES.values())))
         while piece.done < left and time.monotonic() < deadline:
-            for ask in [
-                *(
-                    partial(ask_described, route=route, number=number)
-                    for route, number in ROUTES.items()
-                ),
-                partial(ask_mutated, number=ROUND - sum(ROUTES.values())),
-            ]:
+            for ask in rounds:
                 try:
                     counts = ask(url, headers, seed_=left - piece.done)
                 except AssertionError as error:
                     piece.wrong[str(error)[:200]] += 1
                     continue
-                seen += counts
+                statuses += counts
                 piece.done += counts.total()
-            memory.append(sum(map(resident_mib, everyone())))
+            memory_mib.append(sum(map(resident_mib, all_replicas())))
         with client_of(url, state) as client:
-            piece.wrong["no answer afterwards"] += (
-                len(client.search(["matrix"]).results[0].answers) != 10
-            )
-        piece.wrong["replica restarted"] += len(set(before) - set(everyone()))
-    statuses = ", ".join(f"{number} x {status}" for status, number in sorted(seen.items()))
-    grown = memory[-1] - memory[min(1, len(memory) - 1)]  # the first rounds fill caches
-    piece.wrong["memory grew"] += grown > 0.05 * memory[0]
-    piece.notes = (
-        f"{statuses}; MiB of all replicas by round: {', '.join(f'{value:.0f}' for value in memory)}"
-    )
+            num_answers = len(client.search(["matrix"]).results[0].answers)
+        piece.wrong["no answer afterwards"] += num_answers != 10
+        piece.wrong["replica restarted"] += len(set(replicas_before) - set(all_replicas()))
+    # The first round fills caches, so growth counts from the second one.
+    settled_mib = memory_mib[1] if len(memory_mib) > 1 else memory_mib[0]
+    piece.wrong["memory grew"] += memory_mib[-1] - settled_mib > 0.05 * memory_mib[0]
+    by_round = ", ".join(f"{value:.0f}" for value in memory_mib)
+    piece.notes = f"{counts_of(statuses)}; MiB of all replicas by round: {by_round}"
     return piece
 
 
@@ -385,27 +439,30 @@ def heads(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
     """Rounds of 500 against a server that listens itself."""
     state = folder / "state"
     server = Server(write_bundle_of(folder / "bundle", "texts"), state)
-    seen = Counter[int]()
+    url = f"http://127.0.0.1:{server.port}"
+    statuses = Counter[int]()
     try:
         before_mib = resident_mib(server.process.pid)
         while piece.done < left and time.monotonic() < deadline:
             number = min(ROUND, left - piece.done)
             try:
-                seen += ask_heads(
-                    f"http://127.0.0.1:{server.port}", partial(token_of, state), number, piece.done
-                )
+                statuses += ask_heads(url, partial(token_of, state), number, piece.done)
             except AssertionError as error:
                 piece.wrong[str(error)[:200]] += 1
             piece.done += number
-        with client_of(f"http://127.0.0.1:{server.port}", state) as client:
+        with client_of(url, state) as client:
             num_answers = len(client.search(["matrix"]).results[0].answers)
         piece.wrong["no answer afterwards"] += num_answers != 10
         after_mib = resident_mib(server.process.pid)
     finally:
         server.close()
-    statuses = ", ".join(f"{number} x {status}" for status, number in sorted(seen.items()))
-    piece.notes = f"{statuses} (0: no answer); {before_mib:.0f} MiB before, {after_mib:.0f} after"
+    memory = f"{before_mib:.0f} MiB before, {after_mib:.0f} after"
+    piece.notes = f"{counts_of(statuses)} (0: no answer); {memory}"
     return piece
+
+
+def counts_of(statuses: Counter[int]) -> str:
+    return ", ".join(f"{number} x {status}" for status, number in sorted(statuses.items()))
 
 
 def token_of(state: Path, path: str) -> dict[str, str]:
@@ -414,26 +471,29 @@ def token_of(state: Path, path: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {(state / name).read_text().strip()}"}
 
 
-def everyone() -> list[int]:
+def all_replicas() -> list[int]:
     """Processes of all replicas."""
-    return [pid for name in ("Gateway", "Coordinator") for pid in replicas(name)]
+    return [*replicas("Gateway"), *replicas("Coordinator")]
 
 
 def resident_mib(pid: int) -> float:
     """Resident memory of a process, without pages of files."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            _, kib, _ = line.split()
+            return int(kib) / 1024
+    # An ended process.
+    return 0.0
 
 
-Run = Callable[[Piece, Path, int, float], Piece]
-PARTS: dict[str, tuple[Run, int, str, str]] = {
-    "kills": (kills, 20_000, "searches by clients with their own retries", "kills"),
-    "swaps": (swaps, 20, "hot swaps under load", "swaps"),
-    "labels": (labels, 2_000, "adds, updates and deletes of labels", "kills"),
-    "writers": (writers, 50, "writers of a label log", "kills"),
-    "damage": (damage, 600, "label logs with a flipped bit", "truncations"),
-    "bodies": (bodies, 15_000, "random and mutated requests", "restarts"),
-    "heads": (heads, 5_000, "requests with mutated heads", "restarts"),
+PARTS = {
+    "kills": Part(kills, 20_000, "searches by clients with their own retries", "kills"),
+    "swaps": Part(swaps, 20, "hot swaps under load", "swaps"),
+    "labels": Part(labels, 2_000, "adds, updates and deletes of labels", "kills"),
+    "writers": Part(writers, 50, "writers of a label log", "kills"),
+    "damage": Part(damage, 600, "label logs with a flipped bit", "truncations"),
+    "bodies": Part(bodies, 15_000, "random and mutated requests", "restarts"),
+    "heads": Part(heads, 5_000, "requests with mutated heads", "restarts"),
 }
 
 
