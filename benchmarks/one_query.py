@@ -55,11 +55,13 @@ class Side:
         name: in the table.
         search: finds the ids of the K nearest rows of one query.
         settings: in the table.
+        row_of_id: int64, the row of each id; None if ids are rows.
     """
 
     name: str
     search: Search
     settings: str = ""
+    row_of_id: np.ndarray | None = None
 
 
 def main() -> None:
@@ -129,7 +131,8 @@ def measure(rows: np.ndarray, queries: np.ndarray, options: argparse.Namespace) 
             started = time.thread_time()
             ids = side.search(measured[query : query + 1])
             times[number, turn] = time.thread_time() - started
-            hits[number] += len(np.intersect1d(ids[0], exact_ids[query]))
+            found_rows = ids[0] if side.row_of_id is None else side.row_of_id[ids[0]]
+            hits[number] += len(np.intersect1d(found_rows, exact_ids[query]))
     medians = np.median(times, axis=1)
     table = []
     for number, side in enumerate(sides):
@@ -153,10 +156,13 @@ def flat_sides(rows: np.ndarray) -> Iterator[Side]:
 
     yield Side("FAISS Flat", faiss_search)
     index = Index(torch.from_numpy(rows), None)
-    # Answers have the ids of labels, which are in random order; they become rows again.
-    names = np.random.default_rng(0).permutation(len(rows))
-    row_of_name = np.argsort(names)
-    yield Side("xmcray, exact", lambda query: row_of_name[index.search(query, K, names).ids])
+    # Answers have the ids of labels, which are in random order.
+    label_ids = np.random.default_rng(0).permutation(len(rows))
+    yield Side(
+        "xmcray, exact",
+        lambda query: index.search(query, K, label_ids).ids,
+        row_of_id=np.argsort(label_ids),
+    )
 
 
 def index_sides(rows: np.ndarray, tuning: np.ndarray) -> Iterator[Side]:
