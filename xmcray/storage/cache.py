@@ -16,14 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from xmcray.errors import StorageError
-from xmcray.storage.manifest import (
-    MANIFEST,
-    FileEntry,
-    hash_file,
-    made_by,
-    parse_manifest,
-    read_manifest,
-)
+from xmcray.storage.manifest import MANIFEST, FileEntry, hash_file, made_by, parse_manifest
 from xmcray.storage.path_errors import disk_errors
 from xmcray.storage.remote import filesystem_of, reaching
 from xmcray.storage.whole_files import fsync, publish
@@ -60,7 +53,7 @@ def local_copy(source: str, kind: str) -> Path:
                 f"{source} has no {MANIFEST}: it is not a complete {kind}; {made_by(kind)}"
             ) from None
     files = parse_manifest(content, source, kind).files
-    key = hashlib.sha256(content).hexdigest()[:32]
+    key = _copy_name(content)
     cache = cache_folder()
     copy = cache / key
     with disk_errors(copy):
@@ -135,12 +128,19 @@ def _hold(copy: Path) -> None:
         before.close()
 
 
+def _copy_name(content: bytes) -> str:
+    """Name of the copy of an artifact whose manifest has this content."""
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
 def _is_unused(copy: Path, kind: str) -> bool:
     """Whether a folder is a copy of a kind that no process holds."""
-    if copy.name.startswith("."):  # a copy in progress
-        return False
     try:
-        read_manifest(copy, kind)
+        content = (copy / MANIFEST).read_bytes()
+        # XMCRAY_CACHE may be a folder in which the user keeps artifacts under names of their own.
+        if copy.name != _copy_name(content):
+            return False
+        parse_manifest(content, copy, kind)
         with copy.with_name(f".{copy.name}.used").open("a") as used:
             fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (StorageError, OSError):

@@ -90,6 +90,15 @@ def test_a_cache_that_was_emptied_is_filled_again(bundles: list[Path], cached: P
     assert cache._is_unused(copy, KIND)
 
 
+def test_artifacts_of_the_user_in_the_folder_of_the_cache_stay(
+    bundles: list[Path], cached: Path
+) -> None:
+    for path in bundles:
+        shutil.copytree(path, cached / path.name)
+    release_copies(KIND, [])
+    assert copies(cached) == {cached / path.name for path in bundles}
+
+
 async def test_a_server_keeps_what_it_serves_and_the_newest_copies(
     bundles: list[Path], cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
