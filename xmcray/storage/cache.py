@@ -118,7 +118,8 @@ def _locked(copy: Path) -> Iterator[None]:
 def _hold(copy: Path) -> None:
     """Keeps other processes from removing a copy, which is locked meanwhile."""
     # Opened anew each time: the user may have emptied the cache since. Its time becomes now.
-    used = copy.with_name(f".{copy.name}.used").open("w")
+    # On NFS only files that can be read take a shared lock.
+    used = copy.with_name(f".{copy.name}.used").open("w+")
     # Others lock this file for themselves for a moment at most.
     fcntl.flock(used, fcntl.LOCK_SH)
     os.utime(used.fileno())

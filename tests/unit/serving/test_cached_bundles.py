@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import fsspec
 import pytest
@@ -97,6 +101,24 @@ def test_artifacts_of_the_user_in_the_folder_of_the_cache_stay(
         shutil.copytree(path, cached / path.name)
     release_copies(KIND, [])
     assert copies(cached) == {cached / path.name for path in bundles}
+
+
+def test_locks_are_taken_as_nfs_demands(
+    bundles: list[Path], cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared lock needs a file that can be read, an exclusive one a file that can be written."""
+    flock = fcntl.flock
+
+    def flock_on_nfs(file: IO[str], operation: int) -> None:
+        can_lock = file.readable() if operation & fcntl.LOCK_SH else file.writable()
+        if not can_lock:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_on_nfs)
+    held = [local_copy(f"file://{path}", KIND) for path in bundles]
+    release_copies(KIND, [])
+    assert copies(cached) == set(held[-NUM_UNUSED:])
 
 
 async def test_a_server_keeps_what_it_serves_and_the_newest_copies(
