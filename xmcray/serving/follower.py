@@ -41,7 +41,7 @@ class _FollowedModel:
     """What a replica holds of one model.
 
     Attributes:
-        epoch: of the last decision that was carried out.
+        epoch: of the last decision that was carried out; "" if a version was dropped since.
         answering: version that answers requests that begin now; "" before the first one is loaded,
             and while it is loaded again.
         stale: the snapshot that answers while its version is loaded again.
@@ -101,6 +101,8 @@ class _FollowedModel:
         Its snapshot goes on answering until a version has the operations that there are.
         """
         snapshot = self.newest.pop(version)
+        # The decision is no longer carried out: the coordinator repeats it until it is again.
+        self.epoch = ""
         self.keep(snapshot)
         self.dropped.pop(version, None)
         if version == self.answering:

@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bundles import write_bundle_of
+from operations import add
 from served import ADMIN, served
 
 from xmcray.errors import OutOfMemoryError
 from xmcray.retrieval.labels import remove_labels
+from xmcray.serving.coordinator import SnapshotCoordinator
+from xmcray.serving.follower import Follower
+from xmcray.serving.log_place import Commit
+from xmcray.serving.schema import SwapRequest
+from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
 
 
@@ -108,3 +115,45 @@ async def test_operations_reach_what_answers_while_another_bundle_is_loaded(
         assert current.version == answer.json()["version"]
         assert None not in (current.label_id("n1"), current.label_id("n2"))
         assert len(loads) == 2, "the coordinator and the replica load once each"
+
+
+async def test_a_bundle_that_was_dropped_is_loaded_until_that_succeeds(
+    bundle: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the version before it is still there and lacks no operation."""
+    config = ServeConfig(bundles={"default": str(bundle)}, state_dir=str(tmp_path / "state"))
+    coordinator = SnapshotCoordinator(config)
+    await coordinator.start()
+    try:
+        replica = Follower(config, coordinator.follow)
+        await replica.start()
+        # No replica has reported for long, so that nothing is waited for.
+        coordinator._replicas._reports.clear()
+        request = SwapRequest(bundle=str(other), recall_floor=0)
+        version = (await coordinator.swap("default", request)).version
+        await replica._step(0.1)
+        assert replica.current(None).version == version
+        model = replica._models["default"]
+        assert len(model.newest) == 2
+        await coordinator.operate("default", [add("n1", "sort join")])
+        after_commits = Snapshot.after_commits
+
+        def runs_out_of_memory(self: Snapshot, commits: Sequence[Commit]) -> Snapshot:
+            if self.version == version:
+                raise OutOfMemoryError("it needs 9 GB, expected 1 GB")
+            return after_commits(self, commits)
+
+        def cannot_load(*_: Any, **__: Any) -> Snapshot:
+            raise OutOfMemoryError("it needs 9 GB, expected 1 GB")
+
+        monkeypatch.setattr(Snapshot, "after_commits", runs_out_of_memory)
+        monkeypatch.setattr(Snapshot, "load", cannot_load)
+        with pytest.raises(OutOfMemoryError):
+            await replica._step(0.1)
+        monkeypatch.undo()
+        for _ in range(2):
+            await replica._step(0.1)
+        assert model.answering == version
+        assert replica.current(None).label_id("n1") is not None
+    finally:
+        coordinator.close()
