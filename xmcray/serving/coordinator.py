@@ -89,7 +89,7 @@ class SnapshotCoordinator(SnapshotSource):
             model = await self._in_loader(self._open, name)
             self._models[name] = model
             await self._in_loader(model.snapshot.probe, model.snapshot.probes)
-        await self._release_copies()
+        self._release_copies()
         if self._has_replicas:
             self._replicas.expect_reports()
 
@@ -163,14 +163,18 @@ class SnapshotCoordinator(SnapshotSource):
             return await self._swap(model, request)
         finally:
             # Also the copy of a bundle that was refused.
-            await self._release_copies()
+            self._release_copies()
 
-    async def _release_copies(self) -> None:
-        """Lets copies of bundles that came from URLs be removed, but those that are served."""
+    def _release_copies(self) -> None:
+        """Lets copies of bundles that came from URLs be removed, but those that are served.
+
+        Nothing waits for it: a compaction may come first, and large copies are removed slowly.
+        """
         # One that is being swapped in is not served yet.
         if not any(model.swapping.locked() for model in self._models.values()):
             in_use = [model.snapshot.folder for model in self._models.values()]
-            await self._in_loader(release_copies, KIND, in_use)
+            # Loads that begin from now on come after it in this thread.
+            self._loader.submit(release_copies, KIND, in_use)
 
     async def _swap(self, model: _ServedModel, request: schema.SwapRequest) -> schema.SwapResponse:
         begin = time.monotonic()

@@ -146,6 +146,8 @@ class _FollowedModel:
     def folders(self) -> set[Path]:
         """Folders of the bundles that may answer."""
         snapshots = [*self.newest.values(), *(snapshot for _, snapshot in self.older.values())]
+        if self.stale is not None:
+            snapshots.append(self.stale)
         return {snapshot.folder for snapshot in snapshots}
 
     def _forget_older(self, key: tuple[str, LogPlace]) -> None:
@@ -263,7 +265,7 @@ class Follower(SnapshotSource):
         for model in self._models.values():
             num_forgotten += model.forget(self._config.keep_s)
         if num_forgotten:
-            await self._release_copies()
+            self._release_copies()
         # Requests may wait for a version or an operation.
         if updates:
             async with self._changed:
@@ -352,16 +354,20 @@ class Follower(SnapshotSource):
         model.drop_load()
         return True
 
-    async def _release_copies(self) -> None:
-        """Lets copies of bundles that came from URLs be removed, but those that may answer."""
+    def _release_copies(self) -> None:
+        """Lets copies of bundles that came from URLs be removed, but those that may answer.
+
+        Nothing waits for it: a load that was given up may come first, for minutes, and meanwhile
+        the coordinator would take this replica for gone.
+        """
         in_use: set[Path] = set()
         for model in self._models.values():
             # The folder of a bundle that is being loaded is not known yet.
             if model.load is not None:
                 return
             in_use |= model.folders()
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._loader, release_copies, KIND, in_use)
+        # Loads that begin from now on come after it in this thread.
+        self._loader.submit(release_copies, KIND, in_use)
 
     @contextlib.asynccontextmanager
     async def _showing_presence(self) -> AsyncIterator[None]:

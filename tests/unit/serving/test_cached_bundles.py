@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import IO
 
@@ -20,6 +21,9 @@ from served import ADMIN, served
 from xmcray.retrieval.bundle import KIND
 from xmcray.retrieval.labels import remove_labels
 from xmcray.serving import follower
+from xmcray.serving.coordinator import SnapshotCoordinator
+from xmcray.serving.follower import Follower
+from xmcray.serving.settings import ServeConfig
 from xmcray.storage import cache
 from xmcray.storage.artifact import open_artifact
 from xmcray.storage.cache import NUM_UNUSED, local_copy, release_copies
@@ -151,3 +155,28 @@ async def test_a_server_keeps_what_it_serves_and_the_newest_copies(
             assert answer.status_code == 200, answer.text
     finally:
         filesystem.rm("/cached", recursive=True)
+
+
+async def test_a_replica_follows_while_copies_wait_to_be_removed(
+    bundles: list[Path], tmp_path: Path
+) -> None:
+    """A load that was given up may keep the thread of loads busy for minutes."""
+    config = ServeConfig(
+        bundles={"default": str(bundles[0])}, state_dir=str(tmp_path / "state"), keep_s=0.0
+    )
+    coordinator = SnapshotCoordinator(config)
+    await coordinator.start()
+    is_over = threading.Event()
+    try:
+        replica = Follower(config, coordinator.follow)
+        await replica.start()
+        model = replica._models["default"]
+        model.newest["old"] = model.newest[model.answering]
+        model.dropped["old"] = 0.0
+        replica._loader.submit(is_over.wait, 60)
+        async with asyncio.timeout(10):
+            await replica._step(0.1)
+        assert "old" not in model.newest
+    finally:
+        is_over.set()
+        coordinator.close()
