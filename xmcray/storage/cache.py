@@ -27,7 +27,9 @@ _held: dict[Path, IO[str]] = {}  # copies that this process holds, and their loc
 
 def cache_folder() -> Path:
     """This user's folder for what can be made again: XMCRAY_CACHE or ~/.cache/xmcray."""
-    return Path(os.environ.get("XMCRAY_CACHE", Path.home() / ".cache" / "xmcray"))
+    if "XMCRAY_CACHE" in os.environ:
+        return Path(os.environ["XMCRAY_CACHE"])
+    return Path.home() / ".cache" / "xmcray"
 
 
 def local_copy(source: str, kind: str) -> Path:
@@ -86,7 +88,10 @@ def release_copies(kind: str, in_use: Collection[Path]) -> None:
     for copy in _held.keys() - set(in_use):
         with contextlib.suppress(KeyError):  # another thread was first
             _held.pop(copy).close()
-    cache = cache_folder()
+    try:
+        cache = cache_folder()
+    except RuntimeError:  # a user without a home folder has no copies
+        return
     for copy in in_use:
         # One that was released between its load and its use is held again.
         if copy.parent == cache and copy not in _held:

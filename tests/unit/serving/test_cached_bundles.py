@@ -180,3 +180,12 @@ async def test_a_replica_follows_while_copies_wait_to_be_removed(
     finally:
         is_over.set()
         coordinator.close()
+
+
+def test_a_user_without_a_home_folder_has_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", has_none)
+    monkeypatch.delenv("XMCRAY_CACHE")
+    release_copies(KIND, [])
