@@ -20,6 +20,7 @@ ALLOWED = {
     "xmcray/serving/label_log.py": "each commit keeps its time",
     "xmcray/serving/log_upload.py": "a gauge shows the age of what the copy lacks",
     "xmcray/serving/security.py": "a token file may name the date until which a token is accepted",
+    "xmcray/storage/cache.py": "of the copies that no process holds, the oldest are removed",
     "xmcray/training/records.py": "each record keeps its time",
     "xmcray/training/stalls.py": "each interruption keeps its time",
     "xmcray/training/tracking.py": "trackers want a time for each record",
