@@ -48,7 +48,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The same labels, less a different one each time."""
     folder = tmp_path_factory.mktemp("cached")
     made = [write_bundle_of(folder / "b", "texts")]
-    for number in range(NUM_UNUSED + 2):
+    for number in range(NUM_UNUSED + 3):
         made.append(folder / f"b{number}")
         remove_labels(made[0], [f"u{number}"], made[-1])
     return made
@@ -136,18 +136,19 @@ async def test_a_server_keeps_what_it_serves_and_the_newest_copies(
     roots = ("memory://cached",)
     try:
         async with served(tmp_path, paths, bundle_roots=roots, keep_s=0.0) as one:
-            for number, path in enumerate(bundles):
+            # Not the first bundle: replicas have it already, and would not open its copy.
+            for number, path in enumerate(bundles[1:]):
                 name = "default" if number else "other"
                 body = {"bundle": f"memory://cached/{path.name}", "model": name, "recall_floor": 0}
                 answer = await one.ask("/admin/v1/swap", body, ADMIN)
                 assert answer.status_code == 200, answer.text
-            # Two are served.
-            async with asyncio.timeout(20):
-                while len(copies(cached)) > 2 + NUM_UNUSED:
-                    await asyncio.sleep(0.05)
             in_use = {one.admin.current(name).folder for name in paths}
+            # Two are served. Coordinator and replica share a process here, so each of them may
+            # release what the other one uses, until both have released for the last time.
+            async with asyncio.timeout(20):
+                while len(copies(cached)) > 2 + NUM_UNUSED or not in_use <= cache._held.keys():
+                    await asyncio.sleep(0.05)
             assert in_use <= copies(cached)
-            assert in_use <= cache._held.keys()
             for name in paths:
                 await one.search(["sort"], model=name)
             body = {"out": str(tmp_path / "state" / "compacted"), "model": "other"}
