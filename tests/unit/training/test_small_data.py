@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from shell import Shell
 
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, DataError
+from xmcray.methods.one_vs_all import OneVsAll
 from xmcray.methods.registry import method_entry, method_names
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
@@ -171,9 +173,14 @@ def test_rows_in_bfloat16_are_refused_in_float64(
 
 
 def test_a_loss_that_is_no_number_is_said_once(
-    corpora: dict[str, Corpus], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    corpora: dict[str, Corpus],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = [*SETTINGS, "method.logit_prior=.nan", "log.every=1"]
+    # It is added to every score.
+    monkeypatch.setattr(OneVsAll, "prior", lambda *_: math.nan)
+    settings = [*SETTINGS, "log.every=1"]
     train(corpora["one"].path, tmp_path / "run", RunConfig.resolve("astra", {}, settings))
     messages = [message for message in caplog.messages if "is nan" in message]
     assert len(messages) == 1
