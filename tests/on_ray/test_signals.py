@@ -46,8 +46,14 @@ def test_a_command_that_waits_for_ray_ends(
 ) -> None:
     """Ray's calls let no exception of a signal's handler through except a few."""
     started = tmp_path / "started"
-    task = never_ends.remote(started)
-    verb = cli.Verb(lambda _: ray.get(task), lambda _: None, "waits", "xmcray labels")
+    tasks = []
+
+    def wait(_: object) -> object:
+        # Not earlier: before a verb runs, Ray's own handler would get the signal.
+        tasks.append(never_ends.remote(started))
+        return ray.get(tasks)
+
+    verb = cli.Verb(wait, lambda _: None, "waits", "xmcray labels")
     monkeypatch.setitem(cli.VERBS, "labels", verb)
     watcher = When(started.exists, lambda: os.kill(os.getpid(), number))
     code, line = SIGNALS[number]
@@ -56,7 +62,7 @@ def test_a_command_that_waits_for_ray_ends(
         assert cli.main(["labels"]) == code
     watcher.close()
     assert capsys.readouterr().err.startswith(line)
-    ray.cancel(task, force=True)
+    ray.cancel(tasks[0], force=True)
 
 
 @pytest.fixture
@@ -90,7 +96,13 @@ def test_a_wait_for_nodes_ends_after_its_limit(waiting_run: Callable[..., object
 @pytest.mark.parametrize(
     ("number", "interrupts", "settings", "ended"),
     [
-        (signal.SIGINT, signal.default_int_handler, ["cluster.min_workers=9"], KeyboardInterrupt),
+        pytest.param(
+            signal.SIGINT,
+            signal.default_int_handler,
+            ["cluster.min_workers=9"],
+            KeyboardInterrupt,
+            marks=pytest.mark.soak,
+        ),
         # A shell that starts a process in the background has it ignore SIGINT.
         (signal.SIGTERM, lambda *_: None, [], Terminated),
     ],
