@@ -157,7 +157,7 @@ def test_sweep_killed_and_restored(
 def test_asha_stops_trials_and_leaves_nothing(
     corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = command(corpus, tmp_path, "--trials", "4", "--keep", "1", "--json", epochs=18)
+    words = command(corpus, tmp_path, "--trials", "3", "--keep", "1", "--json", epochs=9)
     assert cli.main(words) == 0
     out, err = capfd.readouterr()
     results = json.loads(out)
@@ -172,7 +172,7 @@ def test_asha_stops_trials_and_leaves_nothing(
         if (tuned.run_path(trial.number) / "checkpoints").exists()
     ]
     assert kept == [tuned.ranked()[0].number]
-    full = 18 * tuned.trial(kept[0]).steps // len(tuned.trial(kept[0]).curve)
+    full = 9 * tuned.trial(kept[0]).steps // len(tuned.trial(kept[0]).curve)
     assert all((trial.steps < full) == (trial.state == "stopped") for trial in tuned.trials())
     wait_until(lambda: not trial_processes(), 60, lambda: "the process of a stopped trial goes on")
     assert states_of_groups() <= {"REMOVED"}
