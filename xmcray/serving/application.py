@@ -39,7 +39,7 @@ from xmcray.serving import http, metrics, rpc, schema
 from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.event_sender import EventSender
 from xmcray.serving.follower import Follower
-from xmcray.serving.local import listening, tokens_of
+from xmcray.serving.local import listening, tokens_of, use_one_allocator
 from xmcray.serving.micro_batcher import MicroBatcher
 from xmcray.serving.problems import RETRY_AFTER_S, ProblemError
 from xmcray.serving.search_batch import MAX_BATCH_TEXTS, PendingSearch, SearchHits, find_hits
@@ -106,6 +106,7 @@ class CoordinatorDeployment(SnapshotCoordinator):
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]
         _log_with_serve()
+        use_one_allocator()
         super().__init__(config, has_replicas=True)
         await self.start()
 
@@ -118,6 +119,7 @@ class _FollowingReplica:
 
     async def _start(self, config: ServeConfig, coordinator: Handle, subset: ShardSubset) -> None:
         _log_with_serve()
+        use_one_allocator()
         self._config = config
         self._coordinator: Any = _Remote(coordinator)
         self._follower = Follower(config, self._coordinator.follow, subset)

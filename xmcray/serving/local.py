@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pyarrow as pa
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.loops.auto import auto_loop_factory
@@ -85,6 +86,15 @@ async def local_gateway(config: ServeConfig) -> AsyncIterator[LocalGateway]:
         coordinator.close()
 
 
+def use_one_allocator() -> None:
+    """Lets Arrow take the memory of this process from malloc, as all else does.
+
+    Arrow's own allocator keeps much of what loads and compactions free, and a server that makes
+    them for days would grow.
+    """
+    pa.set_memory_pool(pa.system_memory_pool())
+
+
 def serve_local(
     config: ServeConfig,
     host: str,
@@ -93,6 +103,7 @@ def serve_local(
     ready: Callable[[str], None],
 ) -> None:
     """Serves until SIGTERM or SIGINT; see `run.serve_forever`."""
+    use_one_allocator()
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop where it is installed
         runner.run(_serve(config, host, port, grpc_port, ready))
 
