@@ -49,10 +49,11 @@ class Served(LocalGateway):
     """A gateway whose tokens are known, and clients with and without rights.
 
     Attributes:
-        visible_s: seconds within which answers have an acknowledged operation.
+        visible_s: seconds to wait for an acknowledged operation in answers; a moment, but for a
+            machine that is busy.
     """
 
-    visible_s = 10.0
+    visible_s = 60.0
 
     def __init__(
         self, config: ServeConfig, models: SnapshotSource, coordinator: SnapshotCoordinator
