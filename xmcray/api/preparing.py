@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -128,8 +129,14 @@ def _raw_tables(
         if isinstance(source, Mapping):
             folder = Path(temporary) / "tables"
             folder.mkdir()
-            for name, table in source.items():
+            for name in source:
                 configs.check_choice("a table", name, _TABLES)
+            for name in ("labels", "train"):
+                if name not in source:
+                    raise ConfigError(
+                        f"there is no table {name}, expected labels, train and perhaps test; add it"
+                    )
+            for name, table in source.items():
                 with readable(f"table {name} cannot be read", "give a column one type", DataError):
                     if "labels" in table:
                         uids = [_label_uids(cell) for cell in table["labels"]]
@@ -143,7 +150,30 @@ def _raw_tables(
             folder = Path(temporary) / _name_of(source)
             folder.mkdir()
             tables.write(folder, progress)
-        yield folder
+        with _names_of_tables(folder, "tables" if isinstance(source, Mapping) else str(source)):
+            yield folder
+
+
+@contextlib.contextmanager
+def _names_of_tables(folder: Path, source: str) -> Iterator[None]:
+    """Lets a DataError name the tables of the user, not the temporary files made of them.
+
+    Args:
+        folder: of the temporary files.
+        source: what the user passed.
+    """
+
+    def table_and_row(match: re.Match[str]) -> str:
+        row = f" row {match['row']}" if match["row"] else ""
+        return f"{source} ({match['table']}{row})"
+
+    try:
+        yield
+    except DataError as error:
+        path = re.escape(str(folder))
+        pattern = rf"{path}/(?P<table>{'|'.join(_TABLES)})\.parquet(:(?P<row>[0-9]+))?"
+        message = re.sub(pattern, table_and_row, str(error))
+        raise DataError(message.replace(str(folder), source)) from error
 
 
 def _label_uids(cell: Any) -> Any:

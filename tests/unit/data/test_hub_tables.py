@@ -14,6 +14,7 @@ from shell import Shell
 
 from xmcray import api
 from xmcray.data import pipeline
+from xmcray.data.chunks import Rejects
 from xmcray.data.formats import RawFiles, detect
 from xmcray.data.hub_tables import Columns, HubTables
 from xmcray.errors import ConfigError, DataError
@@ -239,6 +240,23 @@ def test_files_next_to_the_tables_are_not_ignored_in_silence(
     raw_files(source, tmp_path / "raw2")
     (message,) = [record.getMessage() for record in caplog.records]
     assert "files that datasets does not read: labels.parquet, names.csv;" in message
+
+
+def test_a_mistake_in_a_row_names_the_data_set_and_the_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(source: RawFiles, *_: Any, **__: Any) -> None:
+        list(source.queries("train", 1, Rejects(skip=False)))
+
+    monkeypatch.setattr(pipeline, "prepare", prepare)
+    source = tmp_path / "set"
+    write_table(
+        source / "train.parquet", {"id": ["7", "7"], "text": ["a", "b"], "labels": ["x", "x"]}
+    )
+    with pytest.raises(DataError) as raised:
+        api.prepare(source, tmp_path / "out", format="datasets", columns={"uid": "id"})
+    message = "(train row 2): duplicate uid '7'; repair the row, or leave such rows out"
+    assert str(raised.value).startswith(f"{source} {message}")
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,9 @@ def _check_schema(path: Path, schema: Any) -> None:
             )
     if not set(schema.names) & set(_TEXT_COLUMNS):
         columns = ", ".join(schema.names)[:200]
-        raise DataError(f"{path} has no column text, title or content (found: {columns})")
+        raise DataError(
+            f"{path} has no column text, title or content (found: {columns}); rename one of them"
+        )
 
 
 def _is_allowed(column_type: Any) -> bool:
