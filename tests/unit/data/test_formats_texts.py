@@ -236,6 +236,24 @@ def test_a_file_that_is_there_plain_and_packed_is_refused(tmp_path: Path) -> Non
         detect(tmp_path)
 
 
+def test_two_label_matrices_of_a_split_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, trn_X__txt=TEXTS, Y__txt=LABEL_TEXTS, trn_X_Y__txt=Y_TXT)
+    npz(tmp_path / "trn_X_Y.npz")
+    message = r"has trn_X_Y\.txt and trn_X_Y\.npz, expected one of them"
+    with pytest.raises(DataError, match=message):
+        detect(tmp_path)
+
+
+def test_a_label_matrix_of_a_test_split_without_texts_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, X__trn__txt=TEXTS, Y__txt=LABEL_TEXTS)
+    npz(tmp_path / "Y.trn.npz")
+    npz(tmp_path / "Y.tst.npz")
+    with pytest.raises(DataError, match=r"has Y\.tst\.npz, but lacks X\.tst\.txt of format pecos"):
+        detect(tmp_path)
+    (tmp_path / "X.tst.txt").write_text(TEXTS)
+    assert detect(tmp_path).splits == ("train", "test")
+
+
 def npz(path: Path, **changes: np.ndarray) -> None:
     parts = {
         "indptr": np.array([0, 1, 1, 3]),

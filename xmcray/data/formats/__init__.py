@@ -24,7 +24,7 @@ from xmcray.data.formats.base import (
 )
 from xmcray.data.formats.json_lines import JSONL, LF, TEVATRON, Records
 from xmcray.data.formats.tables import HUGGINGFACE, PARQUET
-from xmcray.data.formats.texts import BOW, DEXML, PECOS, RENEE, SPARSE
+from xmcray.data.formats.texts import BOW, DEXML, PECOS, RENEE, SPARSE, Lines
 from xmcray.data.side_vectors import RawVectors, side_width
 from xmcray.errors import ConfigError, DataError
 from xmcray.types import Int64Array
@@ -159,7 +159,7 @@ def detect(path: str | Path, format: str | None = None) -> RawFiles:  # noqa: A0
         missing_files = _missing(folder, layout.train)
         if not missing_files:
             splits = ("train", "test") if _has_test(folder, name) else ("train",)
-            for pattern in (*layout.train, *layout.test):
+            for pattern in (*layout.train, *layout.test, *_more_test(layout)):
                 find(folder, pattern)  # raises an error if a file is there twice
             return RawFiles(name, folder, splits)
         if format or len(missing_files) < len(layout.train):
@@ -181,16 +181,22 @@ def detect(path: str | Path, format: str | None = None) -> RawFiles:  # noqa: A0
 
 def _has_test(folder: Path, name: str) -> bool:
     """Whether the files of a test split are there; raises DataError if only some are."""
-    patterns = FORMATS[name].test
-    missing_files = _missing(folder, patterns)
-    if missing_files and len(missing_files) < len(patterns):
-        present = [path.name for pattern in patterns for path in find_any(folder, pattern)]
+    layout = FORMATS[name]
+    missing_files = _missing(folder, layout.test)
+    patterns = (*layout.test, *_more_test(layout))
+    present = [path.name for pattern in patterns for path in find_any(folder, pattern)]
+    if missing_files and present:
         lacking = " and ".join(missing_files)
         raise DataError(
             f"{folder} has {' and '.join(present)}, but lacks {lacking} of format {name}; add it, or take"
             " the others out of the folder"
         )
     return not missing_files
+
+
+def _more_test(layout: Format) -> tuple[str, ...]:
+    """Patterns of files that a test split may have, and that are nothing without the others."""
+    return layout.more_test if isinstance(layout, Lines) else ()
 
 
 def _missing(folder: Path, patterns: tuple[str, ...]) -> list[str]:

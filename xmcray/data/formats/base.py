@@ -165,16 +165,23 @@ def find(folder: Path, pattern: str) -> list[Path]:
     comes before part-10.
 
     Raises:
-        DataError: a file is there both as it is and with .gz, whose contents may differ.
+        DataError: a file is there both as it is and with .gz, or with two of the suffixes that the
+            pattern names; their contents may differ.
     """
     files = find_any(folder, pattern)
     for path in files:
-        packed = path.with_name(f"{path.name}.gz")
-        if packed.is_file():
-            raise DataError(
-                f"{folder} has {path.name} and {packed.name}, expected one of them; take the other out"
-                " of the folder"
-            )
+        unpacked = path.name.removesuffix(".gz")
+        names = {unpacked}
+        for alternative in pattern.split("|"):
+            if Path(alternative).stem == Path(unpacked).stem:
+                names.add(Path(alternative).name)
+        candidates = [file for name in sorted(names) for file in (name, f"{name}.gz")]
+        for name in candidates:
+            if name != path.name and path.with_name(name).is_file():
+                raise DataError(
+                    f"{folder} has {path.name} and {name}, expected one of them; take the other out"
+                    " of the folder"
+                )
     return files
 
 

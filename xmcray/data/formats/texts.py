@@ -203,6 +203,11 @@ class Lines:
         """Patterns of the files of the test split."""
         return tuple(self._of_split("test"))
 
+    @property
+    def more_test(self) -> tuple[str, ...]:
+        """Pattern of the label matrix, if queries may have their labels in their own file."""
+        return (self.matrix_in["test"],) if self.labels_before_tab else ()
+
     def _of_split(self, split: str) -> list[str]:
         patterns = [self.queries_in[split]]
         # Queries of a bag of words are in the file of their labels.
