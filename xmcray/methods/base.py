@@ -251,6 +251,8 @@ class MethodEntry:
             vectors, given its settings.
         needs_negatives: Whether queries meet no other negatives than those of section `negatives`,
             given the method's settings.
+        needs_batch: Whether queries meet no other negatives than what the other queries of their batch
+            bring, and hard ones, given the method's settings.
         sections: Which of the optional sections `memory` and `fusion` the method has.
         in_force: The settings as they take effect with a number of labels.
     """
@@ -262,6 +264,7 @@ class MethodEntry:
     uses_label_texts: bool = False
     has_prefixes: Callable[[Any], bool] = lambda config: False
     needs_negatives: Callable[[Any], bool] = lambda config: False
+    needs_batch: Callable[[Any], bool] = lambda config: False
     sections: tuple[str, ...] = ()
     in_force: Callable[[Any, int], Any] = lambda config, num_labels: config
 

@@ -476,4 +476,5 @@ ENTRY = MethodEntry(
     uses_label_texts=True,
     # The cache holds whole vectors, whose prefixes have other lengths.
     has_prefixes=lambda config: config.columns != "cache",
+    needs_batch=lambda config: config.columns in ("hard", "in_batch"),
 )

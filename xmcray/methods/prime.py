@@ -449,5 +449,6 @@ ENTRY = MethodEntry(
     defaults=dual_encoder_defaults(),
     label_counts=("hard_per_query",),
     uses_label_texts=True,
+    needs_batch=lambda config: True,
     in_force=_in_force,
 )

@@ -207,5 +207,6 @@ ENTRY = MethodEntry(
     defaults=dual_encoder_defaults(hard=50),
     label_counts=("hard_per_query",),
     uses_label_texts=True,
+    needs_batch=lambda config: True,
     sections=("memory",),
 )

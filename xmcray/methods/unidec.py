@@ -322,5 +322,6 @@ ENTRY = MethodEntry(
     defaults=dual_encoder_defaults(hard=30),
     label_counts=("hard_per_query",),
     uses_label_texts=True,
+    needs_batch=lambda config: True,
     sections=("fusion",),
 )

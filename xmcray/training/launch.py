@@ -224,7 +224,16 @@ def clipped(
     num_epochs = config.optim.num_epochs
     num_without = negatives.num_epochs_without(num_epochs)
     if entry.needs_negatives(config.method) and num_without:
-        yield f"{num_without} of {num_epochs} epochs have no negatives: rows only meet positives"
+        yield (
+            f"{num_without} of {num_epochs} epochs have no negatives: rows only meet positives; raise"
+            " negatives.uniform"
+        )
+    num_without = sum(not negatives.hard_at(epoch) for epoch in range(num_epochs))
+    if entry.needs_batch(config.method) and config.optim.batch_size == 1 and num_without:
+        yield (
+            f"{num_without} of {num_epochs} epochs have no negatives: optim.batch_size is 1, and"
+            f" {config.method_name} takes them from the other queries of a batch; raise it"
+        )
     default_hard = entry.defaults.get("negatives", {}).get("hard", NegativesConfig().hard)
     is_wanted = negatives.cluster_size > 0 or negatives.hard not in (0, default_hard)
     if is_wanted and num_epochs <= negatives.start_epoch:

@@ -199,7 +199,7 @@ def test_what_is_clipped_is_said() -> None:
     assert lines("unidec", *eta) == ["method.hard_per_query is 9, clipped to negatives.hard, 7"]
     some = ["negatives.uniform=0", "optim.epochs=6"]
     assert lines("astra", "negatives.hard=20", *some) == [
-        "5 of 6 epochs have no negatives: rows only meet positives"
+        "5 of 6 epochs have no negatives: rows only meet positives; raise negatives.uniform"
     ]
     unused = [
         "hard negatives and clusters begin after 5 epochs, of which the run has 4; lower"
@@ -208,3 +208,18 @@ def test_what_is_clipped_is_said() -> None:
     assert lines("dexml", "negatives.hard=12", "optim.epochs=4") == unused
     assert lines("dexml", "negatives.cluster_size=9", "optim.epochs=4") == unused
     assert lines("dexml", "negatives.cluster_size=9", "optim.epochs=6") == []
+
+
+def test_a_batch_of_one_without_negatives_is_said() -> None:
+    def lines(method: str, *settings: str) -> list[str]:
+        values = ["optim.batch_size=1", "optim.epochs=7", *settings]
+        return list(clipped(RunConfig.resolve(method, {}, values), 100, 200))
+
+    for method, num_epochs in (("prime", 7), ("rae", 5), ("unidec", 5)):
+        assert lines(method) == [
+            f"{num_epochs} of 7 epochs have no negatives: optim.batch_size is 1, and {method} takes"
+            " them from the other queries of a batch; raise it"
+        ]
+        assert lines(method, "optim.batch_size=2") == []
+    assert len(lines("dexml", "method.columns=in_batch")) == 1
+    assert lines("dexml") == lines("dexml", "method.columns=cache") == lines("astra") == []
