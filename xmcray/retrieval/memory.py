@@ -3,7 +3,8 @@
 How keys vote is in votes.py. All settings can be changed with every request. The queries that vote
 for a label are known, so an answer can name them. In a bundle:
 
-    memory/vectors, memory/index     as in shards.py, one row per training query that has a positive
+    memory/vectors, memory/index     as in shards.py, one row per training query with a label that
+                                     is not removed
     memory/labels.npy                int32, their positives (source ids), one query after another
     memory/label_offsets.npy         int64 [N + 1], where each query's positives begin
     memory/label_weights.npy         float32, their relevance / mean relevance; only if it counts
@@ -24,7 +25,7 @@ import pyarrow.parquet as pq
 
 from xmcray import config as configs
 from xmcray.data.checked_files import check_offsets, read_array
-from xmcray.data.corpus import Split
+from xmcray.data.corpus import Corpus, Split
 from xmcray.data.relevance import Relevance
 from xmcray.errors import BundleError, DataError
 from xmcray.retrieval.bundle import Settings
@@ -201,20 +202,20 @@ class Memory:
 
 
 def remember(
-    split: Split,
+    corpus: Corpus,
     encode: Callable[[Ragged], Float32Array],
     config: MemoryConfig,
     spec: IndexSpec,
     threads: int = 1,
     relevance: Relevance | None = None,
 ) -> Callable[[Path], Mapping[str, Any]]:
-    """Prepares a memory of the queries of a split: the argument `predictor` of `write_bundle`.
+    """Prepares a memory of the training queries: the argument `predictor` of `write_bundle`.
 
     Queries without a positive are left out: they could only take places from keys that vote. At
     most one shard of vectors is in memory.
 
     Args:
-        split: the training queries.
+        corpus: its training queries are remembered.
         encode: token ids -> float32 [n, D] of length 1, by the encoder that will encode queries.
         config: how they vote if a request does not say otherwise.
         spec: how the vectors are indexed.
@@ -225,7 +226,8 @@ def remember(
     Raises:
         DataError: no query has a positive.
     """
-    rows = remembered_rows(split)
+    split = corpus.split("train")
+    rows = remembered_rows(corpus)
 
     def write(bundle: Path) -> Mapping[str, Any]:
         folder = bundle / "memory"
@@ -243,17 +245,42 @@ def remember(
     return write
 
 
-def remembered_rows(split: Split) -> Int64Array:
-    """The rows of a split that a memory holds: those with a positive.
+def remembered_rows(corpus: Corpus) -> Int64Array:
+    """The rows of the training split that a memory holds: those with a label that is not removed.
 
     Raises:
-        DataError: no query has a positive.
+        DataError: no query has one.
     """
+    split = corpus.split("train")
     rows = np.flatnonzero(split.num_positives())
+    if len(corpus.removed_labels):
+        is_kept = np.zeros(len(rows), bool)
+        for span in spans(len(rows), ROWS):
+            positives = split.positives(rows[span])
+            is_kept[span] = corpus.answerable(positives).lengths > 0
+        rows = rows[is_kept]
     if not len(rows):
         raise DataError(
             f"no query of split {split.name} has a positive, expected some to remember;"
             " name another corpus"
+        )
+    return rows
+
+
+def rows_of_memory(queries: RememberedQueries, corpus: Corpus) -> Int64Array:
+    """The rows of the training split that a memory was made of, in its order.
+
+    Raises:
+        DataError: it was made of another corpus.
+    """
+    rows = remembered_rows(corpus)
+    if len(rows) != len(queries.positives):
+        # Earlier releases also remembered queries all of whose labels were removed.
+        rows = np.flatnonzero(corpus.split("train").num_positives())
+    if len(rows) != len(queries.positives):
+        raise DataError(
+            f"the memory holds {len(queries.positives):,} queries, the corpus {len(rows):,};"
+            " make the bundle of this corpus anew"
         )
     return rows
 

@@ -78,8 +78,7 @@ def export_run(
 
     predictor = None
     if run.config.memory is not None:
-        train = corpus.split("train")
-        predictor = remember(train, encode, run.config.memory, spec, relevance=data.relevance)
+        predictor = remember(corpus, encode, run.config.memory, spec, relevance=data.relevance)
     model = BundleModel(
         encoder=last.path / "encoder",
         head=setup.method.head,

@@ -20,7 +20,7 @@ import torch
 
 from xmcray import config as configs
 from xmcray.data.corpus import KIND as CORPUS
-from xmcray.data.corpus import Corpus
+from xmcray.data.corpus import REMOVED, Corpus
 from xmcray.errors import ConfigError, DataError
 from xmcray.evaluation.metrics import MAIN_METRICS
 from xmcray.retrieval.bundle import KIND, Settings, new_bundle, read_settings, write_settings
@@ -235,7 +235,7 @@ def _check_same_texts(corpus: Corpus, other: Corpus) -> None:
         manifest = read_manifest(path, CORPUS)
         hashes = {}
         for name, entry in manifest.files.items():
-            if name.endswith((".parquet", ".labels.npy")) or name.startswith("filters/"):
+            if name.endswith((".parquet", ".labels.npy", REMOVED)) or name.startswith("filters/"):
                 hashes[name] = entry.sha256
         files.append(hashes)
     if files[0] != files[1]:
@@ -251,7 +251,7 @@ def _held_out(sources: Sequence[_Source]) -> Int64Array:
     Raises:
         ConfigError: there is none.
     """
-    rows = remembered_rows(sources[0].corpus.split("train"))
+    rows = remembered_rows(sources[0].corpus)
     for source in sources:
         bundle = source.selected
         _, manifest = open_artifact(bundle, KIND, contents=False)
@@ -297,7 +297,7 @@ def write_parts(
 def _write_words(corpus: Corpus, target: Path) -> Path:
     """Writes the words of training queries and labels; returns their folder."""
     train = corpus.split("train")
-    query_texts = train.texts(remembered_rows(train))
+    query_texts = train.texts(remembered_rows(corpus))
     label_texts = corpus.label_texts(np.arange(corpus.card.num_labels))
     with new_artifact(target, WORDS, {}) as made:
         write_word_index(made, query_texts, label_texts)
@@ -324,9 +324,8 @@ def _write_member(
     replaced = [name for name in manifest.files if name.startswith(outdated)]
     linked: dict[str, FileEntry] = {}
     with new_artifact(target, KIND, manifest.about, linked) as made:
-        train = corpus.split("train")
         relevance = relevance_of(manifest.about, corpus)
-        write = remember(train, encode, MemoryConfig(), MEMORY_INDEX, threads, relevance)
+        write = remember(corpus, encode, MemoryConfig(), MEMORY_INDEX, threads, relevance)
         memory = write(made)
         predictor = {
             "kind": "fused",

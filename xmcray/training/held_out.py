@@ -14,7 +14,7 @@ from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.relevance import Relevance
 from xmcray.errors import ConfigError, DataError
-from xmcray.retrieval.memory import RememberedQueries, remembered_rows
+from xmcray.retrieval.memory import RememberedQueries, rows_of_memory
 from xmcray.retrieval.retriever import Retriever
 from xmcray.types import Int64Array
 
@@ -95,6 +95,8 @@ def without_voters(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Re
         retriever: any bundle.
         corpus: its corpus.
         rows: rows of the training split.
+    Raises:
+        DataError: the memory was made of another corpus.
     """
     fusion = retriever.fusion
     queries: RememberedQueries | None = None
@@ -104,8 +106,7 @@ def without_voters(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Re
         queries = retriever.memory.queries
     if queries is None:
         return retriever
-    # A memory numbers the training queries that have a positive.
-    memory_rows = remembered_rows(corpus.split("train"))
+    memory_rows = rows_of_memory(queries, corpus)
     hidden = np.searchsorted(memory_rows, rows).astype(np.int64)
     queries = dataclasses.replace(queries, hidden=hidden)
     members: list[Retriever] = []

@@ -94,7 +94,7 @@ def memory_bundle(
     )
     sample = sample_rows(len(train), seed=0)
     build = ShardBuild(spec=spec, queries=encode(train.tokens(sample)))
-    predictor = remember(train, encode, config or MemoryConfig(), spec, relevance=relevance)
+    predictor = remember(corpus, encode, config or MemoryConfig(), spec, relevance=relevance)
     write_bundle(
         out,
         model,

@@ -24,7 +24,7 @@ import yaml
 from xmcray import config as configs
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
-from xmcray.errors import ConfigError, DataError
+from xmcray.errors import ConfigError
 from xmcray.evaluation.evaluate import SEARCH_K
 from xmcray.evaluation.metrics import Metrics
 from xmcray.nn.heads import TwoHeads, load_head
@@ -33,7 +33,7 @@ from xmcray.retrieval.fused import fixed_parts
 from xmcray.retrieval.index import Index
 from xmcray.retrieval.index_building import build_index
 from xmcray.retrieval.index_spec import IndexSpec
-from xmcray.retrieval.memory import Memory
+from xmcray.retrieval.memory import Memory, rows_of_memory
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import SearchScope
@@ -338,14 +338,7 @@ def _names_without(held_out: _HeldOut, memory: Memory) -> Int64Array:
     Raises:
         DataError: the memory does not hold the queries of this corpus.
     """
-    # A memory holds the training queries that have a positive, in the order of the corpus.
-    train = held_out.data.corpus.split("train")
-    entry_rows = np.flatnonzero(train.num_positives())
-    if len(entry_rows) != len(memory.positives):
-        raise DataError(
-            f"the memory holds {len(memory.positives):,} queries, the corpus"
-            f" {len(entry_rows):,}; make the bundle of this corpus anew"
-        )
+    entry_rows = rows_of_memory(memory.queries, held_out.data.corpus)
     is_held_out = np.isin(entry_rows, held_out.data.validation_rows)
     return np.where(is_held_out, -1, np.arange(len(entry_rows)))
 

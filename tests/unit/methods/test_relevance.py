@@ -242,15 +242,14 @@ def test_graded_ndcg_is_ndcg_if_grades_are_equal(equal: Corpus) -> None:
 
 def remembered(corpus: Corpus, relevance: Relevance, folder: Path) -> RememberedQueries:
     """The training queries as a memory whose keys do not matter."""
-    train = corpus.split("train")
 
     def encode(tokens: Ragged) -> Float32Array:
         return np.full((len(tokens), 4), 0.5, np.float32)
 
     (folder / "memory").mkdir()
-    write = remember(train, encode, MemoryConfig(), IndexSpec(), relevance=relevance)
+    write = remember(corpus, encode, MemoryConfig(), IndexSpec(), relevance=relevance)
     write(folder)
-    return RememberedQueries.load(folder, len(remembered_rows(train)), 12)
+    return RememberedQueries.load(folder, len(remembered_rows(corpus)), 12)
 
 
 def test_voters_weigh_their_positives(rising: Corpus, tmp_path: Path) -> None:
@@ -264,7 +263,7 @@ def test_voters_weigh_their_positives(rising: Corpus, tmp_path: Path) -> None:
 
     votes = count_votes(neighbours, queries.positives, MemoryConfig(weight=1.0), 12)
 
-    rows = remembered_rows(train)
+    rows = remembered_rows(rising)
     expected_L = np.zeros(12)
     for voter in (3, 5):
         weights = relevance.grades(rows[[voter]]) / relevance.mean

@@ -329,7 +329,7 @@ def make(
         labels,
         ShardBuild(spec=spec),
         {},
-        predictor=remember(corpus.split("train"), encode, config, spec),
+        predictor=remember(corpus, encode, config, spec),
     )
     return path
 

@@ -13,11 +13,15 @@ from corpora import planted_corpus
 
 from xmcray.data.corpus import KIND, REMOVED, Corpus
 from xmcray.evaluation.metrics import Metrics
+from xmcray.retrieval import memory as memories
+from xmcray.retrieval.parts import MemberConfig, PartsConfig
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
+from xmcray.retrieval.word_index import WordIndex
 from xmcray.storage.manifest import finish_manifest
 from xmcray.training import fuse as fusing
-from xmcray.training.held_out import held_out_by
+from xmcray.training.fuse import write_parts
+from xmcray.training.held_out import held_out_by, without_voters
 from xmcray.training.outcome import measure, nearest_queries
 from xmcray.training.part_weights import WeightSearch
 from xmcray.tuning.auto_results import evaluate_rows
@@ -57,6 +61,44 @@ def test_weights_of_a_fused_bundle_are_chosen_without_them(
     (truth,) = truths
     assert len(truth.values) > 0
     assert not np.isin(truth.values, REMOVED_LABELS).any()
+
+
+def test_queries_all_of_whose_labels_were_removed_are_not_remembered(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    bundle = write_memory_of(corpus, tmp_path / "source", dim=8, seed=0)
+    config = PartsConfig(members=(MemberConfig(name="source", memory=1.0),), words=1.0)
+
+    write_parts([bundle], corpus, tmp_path / "fused", config)
+
+    train = corpus.split("train")
+    positives = train.positives(np.arange(len(train)))
+    kept = [row for row, labels in enumerate(positives) if set(labels) - set(REMOVED_LABELS)]
+    assert len(kept) < np.count_nonzero(train.num_positives())
+    for name in ("source", "fused"):
+        retriever = Retriever.load(tmp_path / name)
+        (memory,) = [member.memory for member in retriever.members if member.memory is not None]
+        expected = dict(enumerate(train.texts(np.array(kept))))
+        names = memory.queries.names(range(len(memory.positives)))
+        assert {row: text for row, (_, text) in names.items()} == expected
+    words = WordIndex.load(tmp_path / "fused", len(kept), NUM_LABELS, ("query",))
+    assert words.queries.shape[1] == len(kept)
+
+
+def test_a_memory_of_an_earlier_release_hides_the_right_queries(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = corpus.split("train")
+    all_rows = np.flatnonzero(train.num_positives())
+    with monkeypatch.context() as earlier:
+        earlier.setattr(memories, "remembered_rows", lambda corpus: all_rows)
+        bundle = write_memory_of(corpus, tmp_path / "source", dim=8, seed=0)
+    rows = held_out_by(str(bundle), {}, corpus).validation_rows
+
+    view = without_voters(Retriever.load(bundle), corpus, rows)
+
+    assert view.memory is not None
+    np.testing.assert_array_equal(all_rows[view.memory.queries.hidden], rows)
 
 
 def test_the_nearest_training_queries_do_not_answer_with_them(corpus: Corpus) -> None:
