@@ -261,16 +261,24 @@ class Sweep:
         return [self.trial(number) for number in sorted(numbers)]
 
     def trial(self, number: int) -> Trial:
-        """A trial that has values."""
+        """A trial that has values.
+
+        Raises:
+            RunError: its file in the ledger or its records are damaged.
+        """
         entry = self._entry(number)
         score_by_epoch: dict[int, float] = {}
         steps = 0
-        for record in read_records(self.run_path(number) / "metrics.jsonl"):
-            steps = max(steps, int(record["step"]))
-            score = score_of(record, self.config.metric)
-            if score is not None:
-                # A resumed run repeats epochs; the newest value counts.
-                score_by_epoch[record["epoch"] + 1] = score
+        path = self.run_path(number) / "metrics.jsonl"
+        remedy = f"remove {path.parent} and {self._entry_path(number)} to train the trial anew"
+        with readable(f"{path} is damaged", remedy, RunError):
+            for record in read_records(path):
+                steps = max(steps, record["step"])
+                score = score_of(record, self.config.metric)
+                if score is not None:
+                    # A resumed run repeats epochs; the newest value counts.
+                    epochs_done = int(record["epoch"]) + 1
+                    score_by_epoch[epochs_done] = score
         curve = [Validation(epochs, score_by_epoch[epochs]) for epochs in sorted(score_by_epoch)]
         return Trial(
             number,

@@ -381,6 +381,24 @@ def test_a_damaged_ledger_is_one_line(tmp_path: Path, content: str) -> None:
         sweep.trials()
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        '{"step": 3, "P@1": 0.5}',
+        '{"step": 3, "epoch": null, "P@1": 0.5}',
+        '{"step": 3, "epoch": 0, "P@1": "x"}',
+    ],
+)
+def test_damaged_records_of_a_trial_are_one_line(tmp_path: Path, record: str) -> None:
+    sweep = Sweep.open_or_create(tmp_path, config())
+    sweep.draw(0, {"optim.lr": 0.1})
+    run = sweep.run_path(0)
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(record)
+    with pytest.raises(RunError, match=r"0000/metrics\.jsonl is damaged .*; remove .* anew$"):
+        sweep.trials()
+
+
 def test_a_restart_draws_nothing_a_second_time(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     sweep = Sweep.open_or_create(tmp_path, config(search="optuna"))
