@@ -72,6 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "methods",
         "training",
     },
+    "__main__": {"cli"},
     "cli": {
         "api",
         "methods.registry",

@@ -20,6 +20,7 @@ from corpora import planted_corpus
 from scipy import sparse
 from shell import SMALL_SETTINGS, Shell, run_command
 
+import xmcray
 from xmcray import api, cli
 from xmcray.data.corpus import Corpus
 from xmcray.methods.registry import method_names
@@ -38,6 +39,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     planted_corpus(folder)
     assert run_command(f"train astra --data {folder}/corpus --out {folder}/run {SMALL}") == 0
     return folder
+
+
+@pytest.mark.parametrize(("arguments", "code"), [("--version", 0), ("trian", 2)])
+def test_the_package_runs_as_a_module(arguments: str, code: int) -> None:
+    command = [sys.executable, "-m", "xmcray", arguments]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == code
+    expected = f"xmcray {xmcray.__version__}" if code == 0 else "error: "
+    assert (process.stdout + process.stderr).startswith(expected)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
