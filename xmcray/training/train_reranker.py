@@ -24,6 +24,7 @@ from xmcray.data.corpus import Corpus, Split
 from xmcray.evaluation.metrics import precisions, relevant
 from xmcray.nn.cross_encoder import CrossEncoder, Pair
 from xmcray.retrieval.bundle import KIND as BUNDLE
+from xmcray.retrieval.memory import remembered_rows
 from xmcray.retrieval.reranker import KIND, RerankConfig, Reranker
 from xmcray.retrieval.retriever import Retriever
 from xmcray.storage.artifact import new_artifact, open_artifact, refuse_existing
@@ -111,9 +112,7 @@ def train_reranker(
     torch.manual_seed(draws.torch_seed(config.seed, "reranker"))
     encoder = CrossEncoder.load(config.model, config.max_len, new_head=True)
     settings = RerankConfig(candidates=config.candidates, max_len=encoder.max_len)
-    split = corpus.split("train")
-    rows = np.setdiff1d(np.arange(len(split)), held_out)
-    rows = np.setdiff1d(rows, split.rows_without_positives)
+    rows = np.setdiff1d(remembered_rows(corpus), held_out)
     rows = draws.generator(config.seed, "reranker", 0).permutation(rows)[: config.queries]
     _train(encoder, retriever, corpus, rows, config, progress)
     reranker = Reranker(encoder, settings)
@@ -204,7 +203,7 @@ def _lists(
 ) -> list[list[Pair]]:
     """A positive and hard negatives of each query, drawn anew for each epoch."""
     top = _answers(retriever, split, rows, config.candidates)
-    positives = split.positives(rows)
+    positives = corpus.answerable(split.positives(rows))
     lists = []
     for place, query in enumerate(split.texts(rows)):
         own_positives = positives[place]

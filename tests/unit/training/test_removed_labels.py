@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import numpy as np
 import pytest
 from bundles import write_memory_of
 from corpora import planted_corpus
+from models import write_bert
+from torch import Tensor
 
 from xmcray.data.corpus import KIND, REMOVED, Corpus
 from xmcray.evaluation.metrics import Metrics
+from xmcray.nn.cross_encoder import CrossEncoder, Pair
 from xmcray.retrieval import memory as memories
 from xmcray.retrieval.parts import MemberConfig, PartsConfig
 from xmcray.retrieval.retriever import Retriever
@@ -24,6 +28,7 @@ from xmcray.training.fuse import write_parts
 from xmcray.training.held_out import held_out_by, without_voters
 from xmcray.training.outcome import measure, nearest_queries
 from xmcray.training.part_weights import WeightSearch
+from xmcray.training.train_reranker import RerankTraining, train_reranker
 from xmcray.tuning.auto_results import evaluate_rows
 from xmcray.tuning.inference import sweep_bundle
 from xmcray.tuning.space import Choice
@@ -99,6 +104,28 @@ def test_a_memory_of_an_earlier_release_hides_the_right_queries(
 
     assert view.memory is not None
     np.testing.assert_array_equal(all_rows[view.memory.queries.hidden], rows)
+
+
+def test_a_reranker_does_not_learn_them(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = write_memory_of(corpus, tmp_path / "bundle", dim=8, seed=0)
+    label_texts: set[str] = set()
+    forward = CrossEncoder.forward
+
+    def noting(self: CrossEncoder, pairs: Sequence[Pair]) -> Tensor:
+        label_texts.update(text for _, text in pairs)
+        return forward(self, pairs)
+
+    monkeypatch.setattr(CrossEncoder, "forward", noting)
+    model = str(write_bert(tmp_path / "model", ["w1x0"]))
+    settings = {"model": model, "negatives": 2, "candidates": 6, "max_len": 16}
+    config = RerankTraining(**settings)
+
+    train_reranker(str(bundle), corpus, tmp_path / "out", config)
+
+    assert label_texts
+    assert label_texts.isdisjoint(corpus.label_texts(REMOVED_LABELS))
 
 
 def test_the_nearest_training_queries_do_not_answer_with_them(corpus: Corpus) -> None:
