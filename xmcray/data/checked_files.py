@@ -66,7 +66,10 @@ def array_header(path: Path, dtypes: tuple[npt.DTypeLike, ...], ndim: int = 1) -
     accepted_types = [np.dtype(accepted) for accepted in dtypes]
     if dtype not in accepted_types or len(shape) != ndim or is_fortran:
         expected = " or ".join(map(str, accepted_types))
-        raise ValueError(f"found {dtype} {shape}, expected {expected} with {ndim} axes")
+        order = " column by column" if is_fortran else ""
+        raise ValueError(
+            f"found {dtype} {shape}{order}, expected {expected} with {ndim} axes, row by row"
+        )
     num_bytes = path.stat().st_size - start
     expected_bytes = math.prod(shape) * dtype.itemsize
     # A negative number of rows would be taken for "as many as there are".

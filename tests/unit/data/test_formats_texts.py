@@ -151,9 +151,20 @@ def test_bad_bag_of_words_row(tmp_path: Path, row: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"trn_X_Y__txt": "2 3\n\n\n"}, "more than 2 rows, expected 2 as its header says"),
-        ({"trn_X_Y__txt": "4 3\n\n\n\n\n"}, "less than 3 rows, expected 4 as its header says"),
-        ({"trn_X_Y__txt": "4 3\n\n\n\n"}, "3 rows, expected 4 as its header says"),
+        (
+            {"trn_X_Y__txt": "2 3\n\n\n"},
+            r"/trn_X\.txt has more than 2 rows, expected 2 as .*trn_X_Y\.txt has",
+        ),
+        (
+            {"trn_X_Y__txt": "4 3\n\n\n\n\n"},
+            r"/trn_X\.txt has 3 rows, expected 4 as .*trn_X_Y\.txt has",
+        ),
+        ({"trn_X_Y__txt": "4 3\n\n\n\n"}, r"trn_X_Y\.txt has 3 rows, but its header says 4"),
+        ({"trn_X_Y__txt": "4 3\n\n\n"}, r"trn_X_Y\.txt has 2 rows, but its header says 4"),
+        (
+            {"trn_X_Y__txt": "3 3\n\n\n\n\n"},
+            r"trn_X_Y\.txt has more than 3 rows, but its header says 3",
+        ),
         ({"trn_X_Y__txt": "3 9\n\n\n\n"}, "has 9 columns, but there are 3 labels"),
         (
             {"trn_X_Y__txt": "0:1\n1:1\n2:1\n"},

@@ -134,7 +134,8 @@ class RawFiles:
             yield row
         if empty:
             raise DataError(
-                f"{self.path} has no valid {what}; expected at least one (format {self.format})"
+                f"{self.path} has no valid {what}, expected at least one (format {self.format}); write its"
+                " file again, or name another --format"
             )
 
 

@@ -149,8 +149,10 @@ class RowParser:
         if labels is None:
             return (), None
         relevance = record.get(fields.relevance)
-        if type(labels) is not list or type(relevance) not in (list, type(None)):
-            raise BadValue(f"{fields.labels} or {fields.relevance} is not a list")
+        if type(labels) is not list:
+            raise BadValue(f"{fields.labels} is {type(labels).__name__}, expected a list")
+        if type(relevance) not in (list, type(None)):
+            raise BadValue(f"{fields.relevance} is {type(relevance).__name__}, expected a list")
         # Nearly all files have integers, which need no look-up. (bool is another type than int.)
         if fields.labels_are_uids or set(map(type, labels)) != {int}:
             labels = [self._label_id(label) for label in labels]

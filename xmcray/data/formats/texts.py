@@ -115,10 +115,14 @@ def _query_rows(file: TextFile, matrix: Matrix, num_labels: int, on_bad: OnBad) 
     pairs = zip_longest(file.texts, parsed(matrix.rows, positives))
     for number, (text, labels) in enumerate(pairs):
         # zip_longest fills up the shorter file with None.
-        if text is None:
-            raise _mismatch(file.path, matrix, f"less than {number}")
-        if labels is None or number >= num_rows:
+        if labels is not None and number >= num_rows:
+            raise _wrong_header(matrix, f"more than {number}")
+        if labels is None and number < num_rows:
+            raise _wrong_header(matrix, str(number))
+        if labels is None:
             raise _mismatch(file.path, matrix, f"more than {number}")
+        if text is None:
+            raise _mismatch(file.path, matrix, str(number))
         if isinstance(text, BadValue):
             on_bad(BadRow(str(file.path), file.first_line + number, str(text)))
         elif isinstance(labels, BadValue):
@@ -129,7 +133,7 @@ def _query_rows(file: TextFile, matrix: Matrix, num_labels: int, on_bad: OnBad) 
                 str(number), text, label_ids, relevance, number, has_uid=False, has_zeros=has_zeros
             )
     if number + 1 != num_rows:
-        raise _mismatch(file.path, matrix, str(number + 1))
+        raise _wrong_header(matrix, str(number + 1))
 
 
 def _without_zeros(labels: Labels) -> tuple[Labels, bool]:
@@ -147,13 +151,16 @@ def _without_zeros(labels: Labels) -> tuple[Labels, bool]:
 
 
 def _mismatch(path: Path, matrix: Matrix, num_rows: str) -> DataError:
-    expected = matrix.shape[0]
-    if path == matrix.path:  # features and labels share a file
-        return DataError(
-            f"{path} has {num_rows} rows, but its header says {expected}; the file is not complete"
-        )
     return DataError(
-        f"{path} and {matrix.path} differ: {num_rows} rows, expected {expected} as its header says"
+        f"{path} has {num_rows} rows, expected {matrix.shape[0]} as {matrix.path} has; blank lines are"
+        " rows too: correct the wrong file, or copy it again"
+    )
+
+
+def _wrong_header(matrix: Matrix, num_rows: str) -> DataError:
+    return DataError(
+        f"{matrix.path} has {num_rows} rows, but its header says {matrix.shape[0]}; blank lines are rows"
+        " too: correct it, or copy it again"
     )
 
 
