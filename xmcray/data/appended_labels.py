@@ -8,6 +8,7 @@ any more.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from xmcray.data.formats import RawFiles, Row
 from xmcray.data.formats.base import find, read_lines
 from xmcray.errors import DataError, readable
 from xmcray.types import Int64Array, id_blocks
+
+logger = logging.getLogger(__name__)
 
 REMOVED_UIDS = "removed_labels.jsonl"
 
@@ -113,6 +116,8 @@ def removed_labels(corpus: Corpus, new: RawFiles, label_ids: Int64Array) -> Int6
 def removed_rows(raw: RawFiles) -> Int64Array:
     """Rows of the label file that the file of removed labels names, ascending.
 
+    Warns of uids that no label has. Files of events may have some, but they are appended.
+
     Raises:
         DataError: the file of removed labels is malformed, or no label is left.
     """
@@ -126,8 +131,16 @@ def removed_rows(raw: RawFiles) -> Int64Array:
         num_labels += 1
         if label.uid in removed_uids:
             rows.append(label.row)
+            removed_uids.remove(label.uid)
     if len(rows) == num_labels:
         raise DataError(f"{raw.path}/{REMOVED_UIDS} names all labels, expected some to be left")
+    if removed_uids:
+        logger.warning(
+            "%s has %d uids of no label, such as %r; correct them, or those labels stay answers",
+            REMOVED_UIDS,
+            len(removed_uids),
+            min(removed_uids)[:80],
+        )
     return np.array(rows, np.int64)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from corpora import appended, corpus_of
 
-from xmcray.data.appended_labels import match_labels
+from xmcray.data.appended_labels import match_labels, removed_rows
 from xmcray.data.corpus import Corpus
 from xmcray.data.formats import BadRow, detect
 from xmcray.data.rejected import RejectedRows
@@ -199,6 +199,18 @@ def test_removed_labels_are_read_as_other_text_files(
     (new_raw / name).write_text('{"uid": null}')
     with pytest.raises(DataError, match=r'write {"uid": \.\.\.} a line|gzip'):
         appended(old, new_raw, tmp_path / "c3")
+
+
+def test_uids_of_removed_labels_that_no_label_has_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = write_json_lines(tmp_path / "raw", labels=LABELS, train=[{"text": "a"}])
+    for uids, num_unknown in ((["red"], 0), (["red", "rde"], 1)):
+        lines = [json.dumps({"uid": uid}) for uid in uids]
+        (raw / "removed_labels.jsonl").write_text("\n".join(lines))
+        assert removed_rows(detect(raw)).tolist() == [0]
+        assert len(caplog.messages) == num_unknown
+    assert "removed_labels.jsonl has 1 uids of no label, such as 'rde'" in caplog.text
 
 
 def test_contents_are_not_appended_to_titles(tmp_path: Path) -> None:

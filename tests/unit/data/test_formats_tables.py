@@ -243,3 +243,12 @@ def test_files_of_a_split_that_may_be_missing_or_of_another_set_are_refused(
         save_parquet(tmp_path, name, TRAIN)
     with pytest.raises(DataError, match=message):
         read(tmp_path, [])
+
+
+def test_a_file_of_a_split_without_the_column_of_labels_is_refused(tmp_path: Path) -> None:
+    save_parquet(tmp_path, "labels", LABELS)
+    save_parquet(tmp_path, "train-0", pa.table({"text": ["q0"], "labels": [["a"]]}))
+    save_parquet(tmp_path, "train-1", pa.table({"text": ["q1"], "label": [["a"]]}))
+    message = r"train-1\.parquet has no column labels, but .*train-0\.parquet has one; add it"
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, [])

@@ -255,6 +255,26 @@ def test_two_label_matrices_of_a_split_are_refused(tmp_path: Path) -> None:
         detect(tmp_path)
 
 
+def test_two_filter_files_of_a_split_are_refused_if_they_differ(tmp_path: Path) -> None:
+    write(tmp_path, trn_X__txt=TEXTS, Y__txt=LABEL_TEXTS, trn_X_Y__txt=Y_TXT)
+    write(tmp_path, filter_labels_train__txt="1 2\n", trn_filter_labels__txt="1 2\n")
+    assert detect(tmp_path).filters("train").tolist() == [[1, 2]]
+    write(tmp_path, trn_filter_labels__txt="2 2\n")
+    message = r"has filter_labels_train\.txt and trn_filter_labels\.txt, expected one of them"
+    with pytest.raises(DataError, match=message):
+        detect(tmp_path).filters("train")
+
+
+def test_labels_before_tabs_next_to_a_label_matrix_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, X__trn__txt="1::1\tfirst\n\t\n0,2\tthird\n", Y__txt=LABEL_TEXTS)
+    npz(tmp_path / "Y.trn.npz")
+    with pytest.raises(DataError, match=r"X\.trn\.txt has lines labels<TAB>text, but"):
+        read(tmp_path)
+    # Texts may have tabs, and begin with numbers.
+    write(tmp_path, X__trn__txt="2\tfirst\nx\ty\n0,2\tthird\n")
+    assert [row.text for row in read(tmp_path)[1]] == ["2\tfirst", "x\ty", "0,2\tthird"]
+
+
 def test_a_label_matrix_of_a_test_split_without_texts_is_refused(tmp_path: Path) -> None:
     write(tmp_path, X__trn__txt=TEXTS, Y__txt=LABEL_TEXTS)
     npz(tmp_path / "Y.trn.npz")

@@ -6,6 +6,7 @@ file is a `DataError`. Nothing here keeps more than one block of a file in memor
 
 from __future__ import annotations
 
+import filecmp
 import gzip
 import re
 import zlib
@@ -334,12 +335,20 @@ def read_filters(folder: Path, split: str, shape: Callable[[], tuple[int, int]])
         int64 [pairs, 2].
 
     Raises:
-        DataError: a line is not two integers, or names a row or label that does not exist.
+        DataError: a line is not two integers, or names a row or label that does not exist; or there
+            are several files, which differ.
     """
     files = find(folder, FILTER_NAMES[split])
     if not files:
         return np.empty((0, 2), np.int64)
     path = files[0]
+    for name in FILTER_NAMES[split].split("|"):
+        for other in find(folder, name):
+            if other != path and not filecmp.cmp(path, other, shallow=False):
+                raise DataError(
+                    f"{folder} has {path.name} and {other.name}, expected one of them; take the other out"
+                    " of the folder"
+                )
     sizes = None
     pairs = array("q")  # 16 bytes per pair, where a list of tuples would take 120
     for number, line in enumerate(read_lines(path), 1):

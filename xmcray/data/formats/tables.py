@@ -217,8 +217,10 @@ def _parquet_files(folder: Path, pattern: str) -> list[Path]:
             f"{folder} has {first} and {second}, expected one of them: files of a split are named in"
             " one way; take the others out of the folder"
         )
-    _check_parts(named_alike[0])
-    return named_alike[0]
+    files = named_alike[0]
+    _check_parts(files)
+    _check_columns(files)
+    return files
 
 
 def _check_parts(files: list[Path]) -> None:
@@ -231,6 +233,21 @@ def _check_parts(files: list[Path]) -> None:
                 f"{files[0].parent} has {len(parts)} parts like {part.string}, expected {num_parts};"
                 " copy the missing ones, or take those of another set out of the folder"
             )
+
+
+def _check_columns(files: list[Path]) -> None:
+    """Raises DataError if only some files of a split have labels."""
+    with_labels: list[Path] = []
+    without_labels: list[Path] = []
+    for path in files if len(files) > 1 else ():
+        with _open_parquet(path) as file:
+            has_labels = _FIELDS.labels in file.schema_arrow.names
+            (with_labels if has_labels else without_labels).append(path)
+    if with_labels and without_labels:
+        raise DataError(
+            f"{without_labels[0]} has no column {_FIELDS.labels}, but {with_labels[0]} has one; add it,"
+            " or take the file out of the folder"
+        )
 
 
 def _read_arrow(path: Path) -> Iterator[Record | BadValue]:

@@ -13,6 +13,7 @@ else f<index>) by descending weight. Rows have no uid: it is the row number.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat, zip_longest
@@ -169,13 +170,38 @@ def _tab_rows(path: Path, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         labels, tab, text = line.partition(b"\t")
         if not tab:
             raise BadValue("no tab, expected labels<TAB>text; or add Y.trn.npz and Y.tst.npz")
-        # PECOS writes "label::value" in some releases and separates labels by commas.
-        labels = labels.replace(b"::", b":").replace(b",", b" ")
-        entries = parse_entries(labels, default=1.0)
+        entries = _entries_before_tab(labels)
         positives, has_zeros = _without_zeros(check_labels(*entries, num_labels))
         return Row(str(row), _text_of(text), *positives, row, has_uid=False, has_zeros=has_zeros)
 
     return rows_of(read_lines(path), path, query, on_bad)
+
+
+def _entries_before_tab(labels: bytes) -> Entries:
+    """The labels of a line "labels<TAB>text"; raises BadValue if they are none."""
+    # PECOS writes "label::value" in some releases and separates labels by commas.
+    return parse_entries(labels.replace(b"::", b":").replace(b",", b" "), default=1.0)
+
+
+def _without_labels_in_texts(rows: Iterator[Row], path: Path) -> Iterator[Row]:
+    """The rows; raises DataError if the first one with labels names them in its text too.
+
+    Such a file has lines "labels<TAB>text". With a label matrix its texts would tell the answers.
+    """
+    is_first = True
+    for row in rows:
+        if is_first and row.label_ids:
+            is_first = False
+            labels, tab, _ = row.text.partition("\t")
+            ids: list[int] = []
+            with contextlib.suppress(BadValue):
+                ids, _ = _entries_before_tab(labels.encode())
+            if tab and sorted(set(ids)) == list(row.label_ids):
+                raise DataError(
+                    f"{path} has lines labels<TAB>text, but there is a label matrix too, expected one of"
+                    " them; take the matrix out of the folder, or the labels out of the texts"
+                )
+        yield row
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +270,8 @@ class Lines:
             return _tab_rows(path, num_labels, on_bad)
         matrix = self._label_matrix(folder, split)
         if not self.features:
-            return _query_rows(_text_lines(path), matrix, num_labels, on_bad)
+            rows = _query_rows(_text_lines(path), matrix, num_labels, on_bad)
+            return _without_labels_in_texts(rows, path) if self.labels_before_tab else rows
         features = self._feature_matrix(path)
         if features.shape[0] != matrix.shape[0]:
             raise _mismatch(path, matrix, str(features.shape[0]))
