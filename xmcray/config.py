@@ -287,11 +287,12 @@ def check_range(
     high: float | None = None,
 ) -> None:
     """Raises ConfigError unless low <= value <= high; NaN and infinity are in no range."""
-    expected = f"at least {low:g}"
+    # More digits than %g has by itself, so that 1048576 is not 1.04858e+06.
+    expected = f"at least {low:.12g}"
     # Comparisons with NaN are false, so it is outside of every range.
     is_inside = low <= value < math.inf
     if high is not None:
-        expected += f" and at most {high:g}"
+        expected += f" and at most {high:.12g}"
         is_inside = is_inside and value <= high
     elif value == math.inf:
         expected += " and finite"

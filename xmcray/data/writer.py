@@ -159,14 +159,14 @@ class CorpusWriter:
         """Writes everything that needs the counts: label order, filters, rejected rows, card.
 
         Raises:
-            DataError: a split has no row, or no training query has text or labels.
+            DataError: a split has no row, or none of its queries has text or labels.
         """
         for split in ("labels", *self.source.splits):
             if not self.num_rows[split]:
                 raise DataError(
                     f"{self.source.path}: split {split!r} has no row; expected at least one"
                 )
-        self._check_training_queries()
+        self._check_queries()
         for array_files in self.arrays.values():
             array_files.finish()
         tokenizer.save(self.folder / "tokenizer")
@@ -189,19 +189,21 @@ class CorpusWriter:
         self.rejected.close()
         self._card(tokenizer).save(self.folder / "card.yaml")
 
-    def _check_training_queries(self) -> None:
-        """Raises DataError if all of them lack what they need, as with a field of another name."""
-        num_rows = self.num_rows["train"]
-        # Side vectors, such as those of images, can stand for texts.
-        has_text = self.odd["train: no text"] < num_rows or self.source.side_width() > 0
-        has_labels = self.odd["train: no positives"] < num_rows
-        if has_text and has_labels:
-            return
-        missing = "labels" if has_text else "text"
-        raise DataError(
-            f"{self.source.path}: no training query has {missing}, expected some; check the names of"
-            f" the fields or columns (format {self.source.format})"
-        )
+    def _check_queries(self) -> None:
+        """Raises DataError if all of a split lack what they need, as with a field of another name."""
+        for split in self.source.splits:
+            num_rows = self.num_rows[split]
+            # Side vectors, such as those of images, can stand for texts.
+            has_text = self.odd[f"{split}: no text"] < num_rows or self.source.side_width() > 0
+            has_labels = self.odd[f"{split}: no positives"] < num_rows
+            if has_text and has_labels:
+                continue
+            missing = "labels" if has_text else "text"
+            kind = "training" if split == "train" else split
+            raise DataError(
+                f"{self.source.path}: no {kind} query has {missing}, expected some; check the names of"
+                f" the fields or columns (format {self.source.format})"
+            )
 
     def _count_unseen_labels(self) -> None:
         """Counts labels without a training query among the odd rows."""

@@ -169,9 +169,12 @@ def test_malformed_labels_are_not_kept_while_labels_are_matched(
 def test_fields_of_another_name_are_refused(
     tmp_path: Path, row: dict[str, Any], missing: str
 ) -> None:
-    raw = write_json_lines(tmp_path / "raw", labels=LABELS, train=[row, row])
-    with pytest.raises(DataError, match=f"no training query has {missing}, expected some"):
-        corpus_of(raw, tmp_path / "corpus")
+    good = {"text": "a", "labels": ["red"]}
+    splits = {"training": {"train": [row, row]}, "test": {"train": [good], "test": [row, row]}}
+    for kind, files in splits.items():
+        raw = write_json_lines(tmp_path / kind, labels=LABELS, **files)
+        with pytest.raises(DataError, match=f"no {kind} query has {missing}, expected some"):
+            corpus_of(raw, tmp_path / "corpus")
     assert not (tmp_path / "corpus").exists()
 
 
