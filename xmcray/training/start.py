@@ -26,6 +26,7 @@ from torch import Tensor
 
 from xmcray import config as configs
 from xmcray.data.batches import TrainingData
+from xmcray.data.chunks import rejected_uid
 from xmcray.data.corpus import Corpus, Split
 from xmcray.errors import ConfigError, DataError
 from xmcray.methods.registry import method_entry
@@ -112,14 +113,15 @@ def write_start(path: Path, source: Run, config: RunConfig, corpus: Corpus) -> d
         What run.json says of the start.
     Raises:
         ConfigError: a setting cannot carry over.
-        DataError: the corpus has another vocabulary, or no label of the run.
+        DataError: the corpus has another vocabulary, no label of the run, or labels without uids that
+            are others.
         RunError: `source` is not finished, or its corpus is gone.
     """
     last = last_checkpoint(source)
     old = open_corpus(source)
     _check_settings(source, config)
     _check_corpus(source, old, corpus)
-    old_ids = _old_label_ids(old, corpus)
+    old_ids = _old_label_ids(source, old, corpus)
     if not np.any(old_ids >= 0):
         raise DataError(f"{corpus.path} has no label of {source.path}; train without --from")
     partition = LabelPartition(corpus.card.num_labels, 1, 0)
@@ -202,7 +204,7 @@ def _check_shapes(source: Run, last: Checkpoint, setup: Setup) -> None:
                 )
 
 
-def _old_label_ids(old: Corpus, corpus: Corpus) -> Int64Array:
+def _old_label_ids(source: Run, old: Corpus, corpus: Corpus) -> Int64Array:
     """int64 [L], by internal id: the label's internal id in the old corpus, -1 if it is new."""
     num_old = old.card.num_labels
     num_labels = corpus.card.num_labels
@@ -216,8 +218,39 @@ def _old_label_ids(old: Corpus, corpus: Corpus) -> Int64Array:
             id_of_uid.update(zip(old.label_uids(ids), ids.tolist(), strict=True))
         for ids in id_blocks(num_labels):
             old_source_ids[ids] = [id_of_uid.get(uid, -1) for uid in corpus.label_uids(ids)]
+    _check_numbered_labels(source, old, corpus, old_source_ids)
     by_internal_id = old_source_ids[corpus.label_order]
     return np.where(by_internal_id >= 0, old.label_rank[by_internal_id], -1)
+
+
+def _check_numbered_labels(
+    source: Run, old: Corpus, corpus: Corpus, old_source_ids: Int64Array
+) -> None:
+    """Raises DataError if labels without uids are others than before, and warns if some are.
+
+    Without uids of their own, labels are named by their rows, so their texts must agree too.
+    """
+    for ids in id_blocks(old.card.num_labels):
+        for number, uid in zip(ids.tolist(), old.label_uids(ids), strict=True):
+            if uid not in (str(number), rejected_uid(number)):
+                return
+    num_known = 0
+    num_changed = 0
+    for ids in id_blocks(corpus.card.num_labels):
+        known_ids = ids[old_source_ids[ids] >= 0]
+        texts = corpus.label_texts(known_ids)
+        old_texts = old.label_texts(old_source_ids[known_ids])
+        num_known += len(known_ids)
+        num_changed += sum(text != before for text, before in zip(texts, old_texts, strict=True))
+    message = (
+        f"{num_changed} of {num_known} labels of {corpus.path} have another text than in the corpus of"
+        f" {source.path}, and no uid but the number of their row, so they may be other labels; make the"
+        " corpus with `xmcray prepare --append`, or train without --from"
+    )
+    if num_changed > num_known / 2:
+        raise DataError(message)
+    if num_changed:
+        logger.warning(message)
 
 
 def _begins_with(names: _Names, old_names: _Names, num_old: int, num_rows: int) -> bool:

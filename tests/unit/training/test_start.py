@@ -165,6 +165,38 @@ def test_queries_that_are_named_by_their_rows_are_compared_by_text(
     assert message.startswith(f"{len(rows)} of {len(rows)} training queries were trained on by ")
 
 
+def test_labels_that_are_named_by_their_rows_are_compared_by_text(
+    corpora: tuple[Corpus, Corpus],
+    astra: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    shell: Shell,
+) -> None:
+    raw = tmp_path / "raw"
+    shutil.copytree(corpora[0].path.parent / "old", raw)
+    texts = [json.loads(line)["text"] for line in (raw / "labels.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (raw / "train.jsonl").read_text().splitlines()]
+    numbered = [{**row, "labels": [number % NUM_OLD]} for number, row in enumerate(rows)]
+    (raw / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in numbered))
+
+    def corpus(name: str, label_texts: list[str]) -> Corpus:
+        lines = [json.dumps({"text": text}) + "\n" for text in label_texts]
+        (raw / "labels.jsonl").write_text("".join(lines))
+        return corpus_of(raw, tmp_path / name, tokenizer=corpora[0].tokenizer())
+
+    old = corpus("old", texts)
+    monkeypatch.setattr("xmcray.training.start.open_corpus", lambda run: old)
+    turned = corpus("turned", texts[::-1])
+    train = command("astra", turned, tmp_path / "b", f"--from {astra.path} --no-evaluate")
+    message = f"14 of {NUM_OLD} labels of {turned.path} have another text than in the corpus of"
+    assert message in shell.error(train)
+    renamed = corpus("renamed", [*texts[:-1], "a new name"])
+    train = command("astra", renamed, tmp_path / "c", f"--from {astra.path} --no-evaluate")
+    shell.run(train)
+    assert f"1 of {NUM_OLD} labels of {renamed.path} have another text" in caplog.text
+
+
 @pytest.mark.parametrize("moment", ["start", "early", "late"])
 def test_a_run_that_was_killed_ends_with_the_same_bytes(
     corpora: tuple[Corpus, Corpus],
