@@ -115,6 +115,12 @@ class HubTables:
         labels: Iterable[Mapping[str, Any]]
         if has_label_table:
             labels = self._labels(tables["labels"])
+        elif label_uids and all(map(_is_written_list, label_uids)):
+            raise DataError(
+                f"{self.source}: column {self.columns.labels!r} holds texts such as"
+                f" {next(iter(label_uids))[:40]!r}, expected lists of labels; save the table as Parquet or"
+                " JSON lines"
+            )
         else:
             # A label's name is its text.
             names = list(label_uids)
@@ -132,6 +138,7 @@ class HubTables:
         """
         try:
             from datasets import load_dataset_builder
+            from datasets.exceptions import DatasetGenerationError
         except ImportError:
             raise ConfigError(
                 "format datasets needs the package datasets, which is not installed; run"
@@ -139,7 +146,7 @@ class HubTables:
             ) from None
         path, options = self._location(cache)
         network = ", the network and HF_TOKEN" if self.source.startswith(hub.PREFIX) else ""
-        remedy = f"check the name, --configuration, --splits{network}"
+        remedy = f"check the name, the files, --configuration, --splits{network}"
         builders: dict[str | None, Any] = {}
 
         def builder_of(configuration: str | None) -> Any:
@@ -149,7 +156,11 @@ class HubTables:
                     builder = load_dataset_builder(
                         path, configuration, **options, **self._csv_options()
                     )
-                builder.download_and_prepare()
+                try:
+                    builder.download_and_prepare()
+                except DatasetGenerationError as error:
+                    # Its own message does not say what is wrong.
+                    raise error.__cause__ or error from None
                 builders[configuration] = builder
             return builders[configuration]
 
@@ -305,7 +316,7 @@ class HubTables:
         # "large_string" is a string too.
         if not kind.removeprefix("large_").startswith(kinds):
             expected = " or ".join(kinds)
-            hint = ""
+            hint = f"; name another column with --columns {option}=COLUMN"
             if option == "labels" and kind.startswith("int"):
                 hint = "; integers without names need a table of labels: --splits labels=SPLIT"
             raise ConfigError(
@@ -332,6 +343,11 @@ def _progress_bars(progress: bool) -> Iterator[None]:
 def _item(feature: Any) -> Any:
     """The type of a list's items; that of the column if it holds no lists."""
     return getattr(feature, "feature", feature)
+
+
+def _is_written_list(label: str) -> bool:
+    """Whether a label is a list that was written as a text, as pandas does in CSV files."""
+    return label.startswith("[") and label.endswith("]")
 
 
 def _cell_as_text(cell: str) -> str | None:

@@ -342,3 +342,25 @@ def test_uids_of_csv_stay_texts(tmp_path: Path) -> None:
     raw = raw_files(source, tmp_path / "raw", tables)
     assert [row.uid for row in raw.labels(refused)] == ["01", "1"]
     assert queries(raw)[:2] == [("007", "bond", ["agent"]), ("7", "seven", ["number"])]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "EmptyDataError: No columns to parse from file"),
+        (b"text,labels\na,b\nx,y,z\n", "Expected 2 fields in line 3, saw 3"),
+        (b"text,labels\n\xe9,a\n", "can't decode byte 0xe9"),
+        (
+            b"text,labels\nq,\"['a', 'b']\"\nr,[]\n",
+            r"holds texts such as .*, expected lists of labels",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_csv_file_is_said(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    source = tmp_path / "set"
+    source.mkdir()
+    (source / "train.csv").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        raw_files(source, tmp_path / "raw")
