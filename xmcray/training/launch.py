@@ -241,6 +241,13 @@ def clipped(
             f"hard negatives and clusters begin after {negatives.start_epoch} epochs, of which the run"
             f" has {num_epochs}; lower negatives.start_epoch to use them"
         )
+    # As many as TrainingData draws.
+    num_drawn_from = max(0, num_train - config.data.validation_from)
+    if config.data.validation and not round(config.data.validation * num_drawn_from):
+        yield (
+            f"data.validation={config.data.validation:g} of {num_drawn_from} training queries is none, so"
+            " no epoch is validated; raise it"
+        )
     if negatives.cluster_size > num_train:
         size = negatives.cluster_size
         yield f"negatives.cluster_size is {size}, clipped to the number of training queries, {num_train}"

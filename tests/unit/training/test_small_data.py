@@ -210,6 +210,16 @@ def test_what_is_clipped_is_said() -> None:
     assert lines("dexml", "negatives.cluster_size=9", "optim.epochs=6") == []
 
 
+def test_a_validation_split_without_a_query_is_said() -> None:
+    def lines(num_train: int, *settings: str) -> list[str]:
+        return list(clipped(RunConfig.resolve("astra", {}, list(settings)), num_train, 2000))
+
+    none = "of {} training queries is none, so no epoch is validated; raise it"
+    assert lines(10) == [f"data.validation=0.05 {none.format(10)}"]
+    assert lines(11) == lines(10, "data.validation=0") == lines(10, "data.validation=0.1") == []
+    assert lines(20, "data.validation_from=15") == [f"data.validation=0.05 {none.format(5)}"]
+
+
 def test_a_batch_of_one_without_negatives_is_said() -> None:
     def lines(method: str, *settings: str) -> list[str]:
         values = ["optim.batch_size=1", "optim.epochs=7", *settings]
