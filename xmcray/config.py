@@ -138,6 +138,23 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice. Without it, only the last one would count."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        keys: set[str] = set()
+        for key_node, _ in node.value:
+            # Other keys than scalars are refused later.
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue
+            if key_node.value in keys:
+                problem = f"found {key_node.value!r} twice, expected it once"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
+            keys.add(key_node.value)
+        return node
+
+
 def load_yaml(source: str) -> dict[str, Any]:
     """Reads settings from a file, a preset ("preset:METHOD/DATASET"), or a space ("space:NAME").
 
@@ -153,7 +170,7 @@ def load_yaml(source: str) -> dict[str, Any]:
     else:
         text = _text_of_file(source)
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, _UniqueKeys)
     # PyYAML raises other errors for some values, such as a date that does not exist.
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{source} is not valid YAML: {one_line(error)}") from None

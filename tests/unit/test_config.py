@@ -114,6 +114,11 @@ def test_a_required_setting_is_named() -> None:
     ("text", "message"),
     [
         (b"a: [1\nb: 2\n", "is not valid YAML"),
+        (
+            b"optim:\n  lr: 1\noptim:\n  epochs: 2\n",
+            "found 'optim' twice, expected it once .* line 3",
+        ),
+        (b"optim: {lr: 1, lr: 2}\n", "found 'lr' twice, expected it once"),
         (b"- a\n", "holds a list, expected a mapping of settings"),
         (b"a: \xff\n", "cannot be read"),
     ],
