@@ -95,6 +95,14 @@ def test_a_rejected_row_does_not_claim_its_uid(tmp_path: Path) -> None:
     assert [(row.uid, row.label_ids) for row in rows] == [("x", (1,))]
 
 
+def test_a_number_of_a_row_that_is_the_uid_of_another_is_said(tmp_path: Path) -> None:
+    bad: list[BadRow] = []
+    read(folder_with(tmp_path, b'{"uid": "1"}\n{"text": "no uid"}\n'), bad)
+    assert [b.reason for b in bad] == [
+        "duplicate uid '1', the number of this row, which has none; give one to all rows"
+    ]
+
+
 def test_on_bad_may_stop_the_reading(tmp_path: Path) -> None:
     def stop(bad: BadRow) -> None:
         raise DataError(str(bad))

@@ -106,10 +106,14 @@ class RowParser:
         if not uid:
             raise BadValue(f"empty {self._fields.uid}")
         key = hash(uid)
-        if key in self._seen_uids:
-            raise BadValue(f"duplicate {self._fields.uid} {uid[:80]!r}")
-        self._seen_uids.add(key)
         has_uid = record.get(self._fields.uid) is not None
+        if key in self._seen_uids:
+            # A row that has none is named by its number, which another row may be named by.
+            of_row = (
+                "" if has_uid else ", the number of this row, which has none; give one to all rows"
+            )
+            raise BadValue(f"duplicate {self._fields.uid} {uid[:80]!r}{of_row}")
+        self._seen_uids.add(key)
         return Row(uid, text, label_ids, relevance, row, has_uid)
 
     def uid(self, record: Record, row: int) -> str:
