@@ -75,6 +75,8 @@ def continued_writer(
     writer.odd = Counter(card.odd)
     for reason in _COUNTED_ANEW:
         writer.odd.pop(reason, None)
+    writer.earlier_rows = {name: card.num_rows(name) for name in SPLITS}
+    writer.earlier_odd = Counter(card.odd)
     writer.earlier_rejected = earlier_rejected(corpus.path, card)
     for name in SPLITS:
         _continue_split(writer, source, Split(corpus.path, name, card))

@@ -96,6 +96,8 @@ class CorpusWriter:
         num_tokens: by split.
         odd: legal but unusual rows by reason.
         rejected: rows left out.
+        earlier_rows: rows of the corpus that is appended to, by split; empty without one.
+        earlier_odd: its odd rows by reason.
         earlier_rejected: those of the corpus that is appended to; read once, at the end.
         num_rejected: rows left out by split, counted when they are written.
         filters: by split, filter pairs of each shard.
@@ -112,6 +114,8 @@ class CorpusWriter:
     num_rows: Counter[str] = field(default_factory=Counter)
     num_tokens: Counter[str] = field(default_factory=Counter)
     odd: Counter[str] = field(default_factory=Counter)
+    earlier_rows: dict[str, int] = field(default_factory=dict)
+    earlier_odd: Counter[str] = field(default_factory=Counter)
     rejected: RejectedRows = field(init=False)
     earlier_rejected: Iterable[Rejected] = ()
     num_rejected: Counter[str] = field(default_factory=Counter)
@@ -190,20 +194,31 @@ class CorpusWriter:
         self._card(tokenizer).save(self.folder / "card.yaml")
 
     def _check_queries(self) -> None:
-        """Raises DataError if all of a split lack what they need, as with a field of another name."""
+        """Raises DataError if all of a split lack what they need, as with a field of another name.
+
+        Of new rows that are appended it warns, because the earlier ones have it.
+        """
         for split in self.source.splits:
-            num_rows = self.num_rows[split]
-            # Side vectors, such as those of images, can stand for texts.
-            has_text = self.odd[f"{split}: no text"] < num_rows or self.source.side_width() > 0
-            has_labels = self.odd[f"{split}: no positives"] < num_rows
-            if has_text and has_labels:
-                continue
-            missing = "labels" if has_text else "text"
-            kind = "training" if split == "train" else split
-            raise DataError(
-                f"{self.source.path}: no {kind} query has {missing}, expected some; check the names of"
-                f" the fields or columns (format {self.source.format})"
-            )
+            num_rows = self.num_rows[split] - self.earlier_rows.get(split, 0)
+            num_without: dict[str, int] = {}
+            for missing, reason in (("text", "no text"), ("labels", "no positives")):
+                name = f"{split}: {reason}"
+                num_without[missing] = self.odd[name] - self.earlier_odd[name]
+            if self.source.side_width() > 0:
+                # Side vectors, such as those of images, can stand for texts.
+                num_without["text"] = 0
+            for missing, count in num_without.items():
+                if not 0 < num_rows == count:
+                    continue
+                kind = "training" if split == "train" else split
+                kind = f"new {kind}" if self.earlier_rows else kind
+                message = (
+                    f"no {kind} query has {missing}, expected some; check the names of the fields or"
+                    " columns"
+                )
+                if not self.earlier_rows:
+                    raise DataError(f"{self.source.path}: {message} (format {self.source.format})")
+                logger.warning(message)
 
     def _count_unseen_labels(self) -> None:
         """Counts labels without a training query among the odd rows."""

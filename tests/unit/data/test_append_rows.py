@@ -178,6 +178,20 @@ def test_fields_of_another_name_are_refused(
     assert not (tmp_path / "corpus").exists()
 
 
+def test_appended_queries_with_fields_of_another_name_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train = [{"text": "a", "labels": ["red"]}]
+    old = corpus_of(write_json_lines(tmp_path / "old", labels=LABELS, train=train), tmp_path / "c")
+    for number, row in enumerate(
+        [{"query": "b", "labels": ["red"]}, {"text": "c", "tags": ["red"]}]
+    ):
+        new = write_json_lines(tmp_path / f"new{number}", labels=LABELS, train=[row])
+        appended(old, new, tmp_path / f"grown{number}")
+    assert ["no new training query has text" in m for m in caplog.messages] == [True, False]
+    assert ["no new training query has labels" in m for m in caplog.messages] == [False, True]
+
+
 REMOVED = b'{"uid": "red"}\n'
 
 
