@@ -27,7 +27,6 @@ from xmcray.serving.decisions import Decision, ReplicaState, ServedBundle, Updat
 from xmcray.serving.event_log import EventLog
 from xmcray.serving.events import NOT_COLLECTED, FeedbackEvent, SearchEvent
 from xmcray.serving.label_log import LabelLog
-from xmcray.serving.log_place import Commit
 from xmcray.serving.metrics import coordinator_metrics
 from xmcray.serving.operations import check_operations
 from xmcray.serving.problems import ProblemError
@@ -411,16 +410,18 @@ def _update(model: _ServedModel, state: ReplicaState) -> Update | None:
     # has what this coordinator sent.
     if not has_carried_out:
         stale = [version for version, place in state.places.items() if not model.log.holds(place)]
-    numbers = [place.number for version, place in state.places.items() if version not in stale]
-    # The version that is furthest behind.
-    number = min(numbers, default=-1)
-    is_behind = number < last
-    if has_carried_out and not is_behind:
-        return None
-    commits: Sequence[Commit] = []
+    behind = {}
+    for version, place in state.places.items():
+        if version not in stale and place.number < last:
+            behind[version] = place.number
     # A replica that has loaded nothing yet gets the operations when it has.
-    if is_behind and numbers:
-        commits = model.log.commits_after(number)
+    if has_carried_out and state.places and not behind:
+        return None
+    # Versions that are at the same operation share what is read, here and on the way.
+    commits_by_number = {}
+    for number in set(behind.values()):
+        commits_by_number[number] = model.log.commits_after(number)
+    commits = {version: commits_by_number[number] for version, number in behind.items()}
     return Update(model.decision, last, commits, stale)
 
 

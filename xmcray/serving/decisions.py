@@ -63,13 +63,13 @@ class Update:
     Attributes:
         decision: the newest decision.
         last: number of the last operation that there is.
-        commits: operations that the replica lacks, as many as are sent at once.
+        commits: by version that lacks operations, the next ones, as many as are sent at once.
         stale: versions of the replica that have other operations than the log.
     """
 
     decision: Decision
     last: int
-    commits: Sequence[Commit]
+    commits: Mapping[str, Sequence[Commit]]
     stale: Sequence[str] = ()
 
 

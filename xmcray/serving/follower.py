@@ -12,15 +12,16 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xmcray.errors import XmcrayError, one_line
 from xmcray.retrieval.bundle import KIND
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
-from xmcray.serving.decisions import Decision, Follow, ReplicaState, ServedBundle, Update
+from xmcray.serving.decisions import Follow, ReplicaState, ServedBundle, Update
 from xmcray.serving.log_place import Commit, LogPlace
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.settings import ServeConfig
@@ -35,6 +36,21 @@ LOADING_S = 0.2  # between updates while another bundle is loaded alongside
 RETRY_S = 0.5
 MAX_OLD_SNAPSHOTS = 64
 MAX_PASSED_COMMITS = 256  # of one update; a replica that gets more is catching up
+
+
+@dataclass(frozen=True, slots=True)
+class _CatchUp:
+    """Operations that are being applied to a version that is behind.
+
+    Attributes:
+        snapshot: the one without them.
+        commits: the operations.
+        changed: the one with them.
+    """
+
+    snapshot: Snapshot
+    commits: Sequence[Commit]
+    changed: asyncio.Future[Snapshot]
 
 
 class _FollowedModel:
@@ -52,8 +68,8 @@ class _FollowedModel:
             once. Requests may have begun between them elsewhere.
         dropped: versions that are no longer needed, and since when.
         failure: see `ReplicaState`.
-        loading: the bundle that is being loaded alongside, or was and is not taken yet.
-        load: makes its snapshot.
+        loads: by bundle, what makes its snapshot; until that is taken.
+        catching_up: versions that get the operations that the one that answers has already.
     """
 
     def __init__(self) -> None:
@@ -65,13 +81,20 @@ class _FollowedModel:
         self.passed: dict[tuple[str, LogPlace], Sequence[Commit]] = {}
         self.dropped: dict[str, float] = {}
         self.failure = ""
-        self.loading: ServedBundle | None = None
-        self.load: asyncio.Future[Snapshot] | None = None
+        self.loads: dict[ServedBundle, asyncio.Future[Snapshot]] = {}
+        self.catching_up: dict[str, _CatchUp] = {}
 
     def state(self) -> ReplicaState:
         """The state that is sent to the coordinator."""
-        places = {version: snapshot.place for version, snapshot in self.newest.items()}
-        return ReplicaState(self.epoch, self.answering, places, self.failure)
+        places = {}
+        for version, snapshot in self.newest.items():
+            # One that is catching up has no place until its operations are applied. Otherwise they
+            # would be sent again.
+            if version not in self.catching_up:
+                places[version] = snapshot.place
+        # Nor is the decision carried out until then.
+        epoch = "" if self.catching_up else self.epoch
+        return ReplicaState(epoch, self.answering, places, self.failure)
 
     def replace(self, old: Snapshot, new: Snapshot, commits: Sequence[Commit]) -> None:
         """Sets the newest snapshot of a version.
@@ -105,6 +128,7 @@ class _FollowedModel:
         self.epoch = ""
         self.keep(snapshot)
         self.dropped.pop(version, None)
+        self.catching_up.pop(version, None)
         if version == self.answering:
             self.answering = ""
             self.stale = snapshot
@@ -118,12 +142,11 @@ class _FollowedModel:
             # Dictionaries keep the order of insertion: the first one is the oldest.
             self._forget_older(next(iter(self.older)))
 
-    def drop_load(self) -> None:
-        """Forgets the load; one that has begun ends unused."""
-        if self.load is not None:
-            self.load.cancel()
-        self.load = None
-        self.loading = None
+    def drop_loads(self, needed: Sequence[ServedBundle]) -> None:
+        """Forgets the loads of other bundles; one that has begun ends unused."""
+        for bundle in list(self.loads):
+            if bundle not in needed or bundle.version in self.newest:
+                self.loads.pop(bundle).cancel()
 
     def forget(self, keep_s: float) -> int:
         """Drops versions and snapshots that have not been needed for so long.
@@ -176,10 +199,13 @@ class Follower(SnapshotSource):
         self._models = {name: _FollowedModel() for name in config.bundles}
         self._replica = secrets.token_hex(8)
         self._changed = asyncio.Condition()
-        self._going_back = asyncio.Lock()
-        # Two threads, for the reasons that the coordinator has two.
+        # By reference, what makes an earlier snapshot again.
+        self._going_back: dict[SnapshotReference, asyncio.Task[Snapshot]] = {}
+        # Two threads, for the reasons that the coordinator has two. And one for earlier snapshots:
+        # the request that needs one must not wait for a large update.
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="xmcray-loader")
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="xmcray-labels")
+        self._returner = ThreadPoolExecutor(1, thread_name_prefix="xmcray-earlier")
 
     async def start(self) -> None:
         """Loads what is served now."""
@@ -218,6 +244,7 @@ class Follower(SnapshotSource):
         version = reference.version
         place = reference.place
         model = self._models[reference.model]
+        deadline = time.monotonic() + wait_s
 
         def is_reached() -> bool:
             # A place of a log that was lost may have a number that the restored one never gets.
@@ -235,23 +262,38 @@ class Follower(SnapshotSource):
             return newest
         if (version, place) in model.older:
             return model.older[version, place][1]
-        # Elsewhere the commits may have come in other groups. One at a time, because several
-        # requests often come for one place.
-        async with self._going_back:
-            if (version, place) in model.older:
-                return model.older[version, place][1]
-            if before := model.before(version, place):
-                earlier, commits = before
-                snapshot = await self._in_worker(earlier.after_commits, commits)
-                model.keep(snapshot)
-                return snapshot
+        # Elsewhere the commits may have come in other groups.
+        if before := model.before(version, place):
+            # Once for all requests, because several often come for one place.
+            if reference not in self._going_back:
+                task = asyncio.create_task(self._go_back(reference, *before))
+                self._going_back[reference] = task
+            # What a late request began is still there for those that come after it.
+            shielded = asyncio.shield(self._going_back[reference])
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(shielded, deadline - time.monotonic())
         raise ProblemError(
             "not-ready",
             f"version {version[:12]} with operation {place.number} is not here; ask again",
         )
 
+    async def _go_back(
+        self, reference: SnapshotReference, earlier: Snapshot, commits: Sequence[Commit]
+    ) -> Snapshot:
+        """Makes and keeps the snapshot of a place that updates have passed."""
+        loop = asyncio.get_running_loop()
+        try:
+            snapshot = await loop.run_in_executor(self._returner, earlier.after_commits, commits)
+            self._models[reference.model].keep(snapshot)
+            return snapshot
+        finally:
+            del self._going_back[reference]
+
     async def _step(self, wait_s: float) -> None:
         """Asks for updates once, and carries them out."""
+        # Before the states are sent: the coordinator has to see the places of these versions.
+        for name in self._models:
+            self._take_caught_up(name)
         updates = await self._follow(self._replica, self._states(), wait_s)
         failures = []
         async with self._showing_presence():
@@ -272,11 +314,14 @@ class Follower(SnapshotSource):
                 self._changed.notify_all()
         if failures:
             raise failures[0]
-        # Until a load is over, its decision counts as not carried out. So the coordinator answers
+        # Until this work is over, its decision counts as not carried out. So the coordinator answers
         # the next question at once, with the operations that have come meanwhile.
-        loads = [model.load for model in self._models.values() if model.load is not None]
-        if loads:
-            await asyncio.wait(loads, timeout=LOADING_S, return_when=asyncio.FIRST_COMPLETED)
+        work: list[asyncio.Future[Snapshot]] = []
+        for model in self._models.values():
+            work += model.loads.values()
+            work += [catch_up.changed for catch_up in model.catching_up.values()]
+        if work:
+            await asyncio.wait(work, timeout=LOADING_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def _carry_out(self, name: str, update: Update) -> None:
         model = self._models[name]
@@ -288,70 +333,116 @@ class Follower(SnapshotSource):
                 model.newest[version].number,
             )
             model.drop_stale(version)
-        for version, snapshot in list(model.newest.items()):
-            # Versions may be at different operations.
-            later = [commit for commit in update.commits if commit.place.number > snapshot.number]
-            if not later:
-                continue
-            try:
-                changed = await self._in_worker(snapshot.after_commits, later)
-                model.replace(snapshot, changed, later)
-            except XmcrayError as error:
-                # The coordinator has accepted the operations, so its snapshot is another one.
-                log.error("model %s: %s; loading the bundle again", name, one_line(error))
-                model.drop_stale(version)
+        await self._apply(name, update)
         bundle = decision.bundle
-        needed = {bundle.version}
+        needed = [bundle]
         if decision.loading:
-            needed.add(decision.loading.version)
-        for version in needed:
+            needed.append(decision.loading)
+        versions = {one.version for one in needed}
+        for version in versions:
             model.dropped.pop(version, None)
+        model.drop_loads(needed)
         # The same version may be at another path; the one that answers is loaded from its own.
-        if bundle.version not in model.newest:
-            try:
-                model.newest[bundle.version] = await self._in_loader(self._load, name, bundle)
-            except XmcrayError as error:
-                log.error("model %s: %s cannot be loaded (%s)", name, bundle.path, error)
-                raise
+        is_done = await self._is_loaded(name, bundle, waits=not model.answering)
         # A version that was just loaded answers when it has the operations that there are.
-        if model.newest[bundle.version].number >= update.last:
+        if is_done and model.newest[bundle.version].number >= update.last:
             model.answering = bundle.version
             model.stale = None
-        for version in model.newest.keys() - needed - {model.answering}:
+        for version in model.newest.keys() - versions - {model.answering}:
             model.dropped.setdefault(version, time.monotonic())
-        # Last: the epoch tells the coordinator that the decision is carried out.
-        if self._is_loaded_alongside(name, decision):
-            model.epoch = decision.epoch
-
-    def _is_loaded_alongside(self, name: str, decision: Decision) -> bool:
-        """Loads the other bundle of a decision, if it has one; whether that is over.
-
-        Nothing waits for this load, which may take minutes: operations are applied meanwhile.
-        """
-        model = self._models[name]
-        bundle = decision.loading
         if decision.epoch != model.epoch:
             model.failure = ""
-        if bundle is None or bundle.version in model.newest or bundle != model.loading:
-            model.drop_load()
-        if bundle is None or bundle.version in model.newest or model.failure:
-            return True
-        if model.load is None:
-            model.loading = bundle
-            loop = asyncio.get_running_loop()
-            model.load = loop.run_in_executor(self._loader, self._load, name, bundle)
-        if not model.load.done():
-            return False
+        if is_done and decision.loading and not model.failure:
+            is_done = await self._is_loaded_alongside(name, decision.loading)
+        # Last: the epoch tells the coordinator that the decision is carried out.
+        if is_done and model.answering == bundle.version and not model.catching_up:
+            model.epoch = decision.epoch
+
+    async def _apply(self, name: str, update: Update) -> None:
+        """Applies operations to the versions that lack them.
+
+        Nothing waits for versions that are further behind than the one that answers: a large label
+        log takes minutes.
+        """
+        model = self._models[name]
+        first = model.newest.get(model.answering or update.decision.bundle.version)
+        for version, snapshot in list(model.newest.items()):
+            commits = update.commits.get(version)
+            if not commits:
+                continue
+            # `first` stays the snapshot before the update.
+            if first is None or snapshot.number != first.number:
+                loop = asyncio.get_running_loop()
+                changed = loop.run_in_executor(self._loader, snapshot.after_commits, commits)
+                model.catching_up[version] = _CatchUp(snapshot, commits, changed)
+                continue
+            with self._loading_again(name, version):
+                changed_snapshot = await self._in_worker(snapshot.after_commits, commits)
+                model.replace(snapshot, changed_snapshot, commits)
+
+    def _take_caught_up(self, name: str) -> None:
+        """Takes the snapshots that have got their operations."""
+        model = self._models[name]
+        for version, catch_up in list(model.catching_up.items()):
+            if not catch_up.changed.done():
+                continue
+            del model.catching_up[version]
+            # Meanwhile it may have been dropped.
+            if model.newest.get(version) is catch_up.snapshot:
+                with self._loading_again(name, version):
+                    changed = catch_up.changed.result()
+                    model.replace(catch_up.snapshot, changed, catch_up.commits)
+
+    @contextlib.contextmanager
+    def _loading_again(self, name: str, version: str) -> Iterator[None]:
+        """Drops a version to which operations cannot be applied, so that it is loaded again."""
         try:
-            model.newest[bundle.version] = model.load.result()
+            yield
+        except XmcrayError as error:
+            # The coordinator has accepted the operations, so its snapshot is another one.
+            log.error("model %s: %s; loading the bundle again", name, one_line(error))
+            self._models[name].drop_stale(version)
+
+    async def _is_loaded(self, name: str, bundle: ServedBundle, *, waits: bool) -> bool:
+        """Whether a bundle is loaded; begins to load it otherwise.
+
+        Args:
+            name: name of the model.
+            bundle: the bundle.
+            waits: whether to wait for the load. While another version answers nothing does: it may
+                take minutes, and operations are applied meanwhile.
+        Raises:
+            XmcrayError: it cannot be loaded. The next call tries again.
+        """
+        model = self._models[name]
+        if bundle.version in model.newest:
+            return True
+        if bundle not in model.loads:
+            loop = asyncio.get_running_loop()
+            model.loads[bundle] = loop.run_in_executor(self._loader, self._load, name, bundle)
+        load = model.loads[bundle]
+        if waits:
+            await asyncio.wait([load])
+        if not load.done():
+            return False
+        del model.loads[bundle]
+        try:
+            model.newest[bundle.version] = load.result()
+        except XmcrayError as error:
+            log.error("model %s: %s cannot be loaded (%s)", name, bundle.path, error)
+            raise
+        return True
+
+    async def _is_loaded_alongside(self, name: str, bundle: ServedBundle) -> bool:
+        """Whether the load of a decision's other bundle is over, or failed."""
+        model = self._models[name]
+        try:
+            return await self._is_loaded(name, bundle, waits=False)
         except XmcrayError as error:
             model.failure = str(error)
         except Exception as error:  # a mistake of ours; the coordinator refuses the swap
             log.exception("model %s: loading a bundle failed", name)
             model.failure = f"{type(error).__name__}: {one_line(error)}"
-        if model.failure:
-            log.error("model %s: %s cannot be loaded (%s)", name, bundle.path, model.failure)
-        model.drop_load()
         return True
 
     def _release_copies(self) -> None:
@@ -363,7 +454,7 @@ class Follower(SnapshotSource):
         in_use: set[Path] = set()
         for model in self._models.values():
             # The folder of a bundle that is being loaded is not known yet.
-            if model.load is not None:
+            if model.loads:
                 return
             in_use |= model.folders()
         # Loads that begin from now on come after it in this thread.
@@ -387,10 +478,6 @@ class Follower(SnapshotSource):
             yield
         finally:
             task.cancel()
-
-    async def _in_loader(self, function: Callable[..., Snapshot], *arguments: Any) -> Snapshot:
-        """Calls a function that makes a snapshot in the thread of loads."""
-        return await asyncio.get_running_loop().run_in_executor(self._loader, function, *arguments)
 
     async def _in_worker(self, function: Callable[..., Snapshot], *arguments: Any) -> Snapshot:
         """Calls a function that makes a snapshot in the thread of label operations."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,10 @@ from operations import add, delete
 from xmcray.serving import follower
 from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.follower import Follower
+from xmcray.serving.log_place import Commit
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.settings import ServeConfig
+from xmcray.serving.snapshot import Snapshot
 
 TEXTS = ["sort join", "matrix rank"]
 
@@ -41,7 +45,7 @@ async def test_a_replica_answers_for_a_place_that_it_passed(
         await searcher._step(1.0)
         assert searcher.current(None).reference == begun[-1].reference
         for expected in begun:
-            requests = [searcher.referenced(expected.reference, 0.1) for _ in range(3)]
+            requests = [searcher.referenced(expected.reference, 10) for _ in range(3)]
             found = await asyncio.gather(*requests)
             assert found[0] is found[1] is found[2], "requests can be one batch"
             assert found[0].reference == expected.reference
@@ -59,4 +63,43 @@ async def test_a_replica_answers_for_a_place_that_it_passed(
         with pytest.raises(ProblemError, match="with operation 2 is not here"):
             await searcher.referenced(begun[0].reference, 0.1)
     finally:
+        coordinator.close()
+
+
+async def test_a_request_for_an_earlier_place_waits_for_no_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = write_bundle_of(tmp_path / "b", "texts")
+    config = ServeConfig(bundles={"default": str(bundle)}, state_dir=str(tmp_path / "state"))
+    coordinator = SnapshotCoordinator(config)
+    await coordinator.start()
+    has_begun = threading.Event()
+    go_on = threading.Event()
+    after_commits = Snapshot.after_commits
+
+    def slow(self: Snapshot, commits: Sequence[Commit]) -> Snapshot:
+        if commits[-1].place.number == 3:
+            has_begun.set()
+            go_on.wait(60)
+        return after_commits(self, commits)
+
+    try:
+        searcher = Follower(config, coordinator.follow)
+        await searcher.start()
+        await coordinator.operate("default", [add("n1", TEXTS[0])])
+        reference = coordinator.current(None).reference
+        await coordinator.operate("default", [add("n2", TEXTS[1])])
+        await searcher._step(1.0)
+        monkeypatch.setattr(Snapshot, "after_commits", slow)
+        await coordinator.operate("default", [delete("n1")])
+        large_update = asyncio.create_task(searcher._step(1.0))
+        await asyncio.to_thread(has_begun.wait, 60)
+        found = await searcher.referenced(reference, 10)
+        assert found.reference == reference
+        assert not large_update.done()
+        go_on.set()
+        await large_update
+        assert searcher.current(None).number == 3
+    finally:
+        go_on.set()
         coordinator.close()

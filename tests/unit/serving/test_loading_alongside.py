@@ -18,6 +18,7 @@ from xmcray.errors import OutOfMemoryError
 from xmcray.retrieval.labels import remove_labels
 from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.follower import Follower
+from xmcray.serving.label_log import LabelLog
 from xmcray.serving.log_place import Commit
 from xmcray.serving.schema import SwapRequest
 from xmcray.serving.settings import ServeConfig
@@ -131,8 +132,9 @@ async def test_a_bundle_that_was_dropped_is_loaded_until_that_succeeds(
         coordinator._replicas._reports.clear()
         request = SwapRequest(bundle=str(other), recall_floor=0)
         version = (await coordinator.swap("default", request)).version
-        await replica._step(0.1)
-        assert replica.current(None).version == version
+        async with asyncio.timeout(10):
+            while replica.current(None).version != version:
+                await replica._step(0.1)
         model = replica._models["default"]
         assert len(model.newest) == 2
         await coordinator.operate("default", [add("n1", "sort join")])
@@ -156,4 +158,108 @@ async def test_a_bundle_that_was_dropped_is_loaded_until_that_succeeds(
         assert model.answering == version
         assert replica.current(None).label_id("n1") is not None
     finally:
+        coordinator.close()
+
+
+async def test_operations_reach_what_answers_while_the_loaded_bundle_catches_up(
+    bundle: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new bundle lacks the whole label log, which comes in several pieces."""
+    after_commits = Snapshot.after_commits
+    commits_after = LabelLog.commits_after
+    is_catching_up = threading.Event()
+    hold = threading.Event()
+
+    def few(self: LabelLog, number: int) -> list[Commit]:
+        return commits_after(self, number, max_bytes=1)
+
+    async with served(tmp_path, {"default": bundle}) as one:
+        for number in range(4):
+            changed = await one.change({"op": "add", "uid": f"n{number}", "text": "sort join"})
+        await one.reached(4)
+        before = one.models.current(None).version
+
+        def slow(self: Snapshot, commits: Sequence[Commit]) -> Snapshot:
+            # The coordinator's own snapshot of the new bundle catches up first, in another thread pool.
+            if self.version != before and is_catching_up.is_set():
+                hold.wait(60)
+            return after_commits(self, commits)
+
+        monkeypatch.setattr(LabelLog, "commits_after", few)
+        monkeypatch.setattr(Snapshot, "after_commits", slow)
+        decide = one.admin._decide
+
+        async def noted(*arguments: Any) -> None:
+            is_catching_up.set()
+            await decide(*arguments)
+
+        monkeypatch.setattr(one.admin, "_decide", noted)
+        body = {"bundle": str(other), "recall_floor": 0}
+        swap = asyncio.create_task(one.ask("/admin/v1/swap", body, ADMIN))
+        try:
+            await asyncio.to_thread(is_catching_up.wait, 60)
+            model = one.models._models["default"]
+            async with asyncio.timeout(10):
+                while len(model.newest) < 2:
+                    await asyncio.sleep(0.01)
+            for uid in ("late1", "late2"):
+                changed = await one.change({"op": "add", "uid": uid, "text": "sort join"})
+                await one.reached(changed.json()["label_log"])
+            current = one.models.current(None)
+            assert current.version == before
+            assert current.label_id("late2") is not None
+            assert not swap.done()
+        finally:
+            hold.set()
+        answer = await swap
+        assert answer.status_code == 200, answer.text
+        current = one.models.current(None)
+        assert current.version == answer.json()["version"]
+        for uid in ("n0", "n3", "late1", "late2"):
+            assert current.label_id(uid) is not None
+
+
+async def test_a_replica_that_is_late_for_a_swap_loads_the_bundle_once(
+    bundle: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits for a replica that was silent for too long. It goes on with its load."""
+    config = ServeConfig(
+        bundles={"default": str(bundle)},
+        state_dir=str(tmp_path / "state"),
+        bundle_roots=(str(other.parent),),
+    )
+    coordinator = SnapshotCoordinator(config)
+    await coordinator.start()
+    hold = threading.Event()
+    load = Follower._load
+    loads: list[None] = []
+
+    def slow(*arguments: Any) -> Snapshot:
+        loads.append(None)
+        hold.wait(60)
+        return load(*arguments)
+
+    try:
+        replica = Follower(config, coordinator.follow)
+        await replica.start()
+        monkeypatch.setattr(Follower, "_load", slow)
+        request = SwapRequest(bundle=str(other), recall_floor=0)
+        swap = asyncio.create_task(coordinator.swap("default", request))
+        async with asyncio.timeout(20):
+            while not loads:
+                await replica._step(0.1)
+            coordinator._replicas._reports.clear()
+            version = (await swap).version
+            # Operations still reach what answers.
+            await coordinator.operate("default", [add("n1", "sort join")])
+            while replica.current(None).number < 1:
+                await replica._step(0.1)
+            assert replica.current(None).version != version
+            hold.set()
+            while replica.current(None).version != version:
+                await replica._step(0.1)
+        assert replica.current(None).label_id("n1") is not None
+        assert len(loads) == 1
+    finally:
+        hold.set()
         coordinator.close()
