@@ -143,14 +143,15 @@ class GatewayDeployment(_FollowingReplica):
         self.tokens, self.admin_tokens = tokens_of(config)
         self.metrics = metrics.ServingMetrics()
         await self._start(config, coordinator, NO_SHARDS if encoder else ALL_SHARDS)
-        self.admin: SnapshotCoordinator = self._coordinator
+        remote: Any = _Admin(coordinator)
+        self.admin: SnapshotCoordinator = remote
         backend = _Backend(encoder, searchers, reranker) if encoder else None
         # Probes are no events.
         probing = Service(config, self._follower, backend)
         for name in config.bundles:  # a probe through all deployments
             probes = self._follower.current(name).probes[:1]
             await probing.search(schema.SearchRequest(texts=probes, model=name), "probe")
-        events = EventSender(self._coordinator)
+        events = EventSender(remote)
         self.service = Service(config, self._follower, backend, events)
         self._tasks = [self._task]
         if address is not None:
@@ -359,6 +360,25 @@ class _Remote:
                 if isinstance(error.cause, Exception):
                     raise error.cause from None
                 raise
+
+        return call
+
+
+class _Admin(_Remote):
+    """The coordinator for requests that change something: they end with a problem if it dies."""
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        method = super().__getattr__(name)
+
+        async def call(*arguments: Any) -> Any:
+            try:
+                return await method(*arguments)
+            except RayError:
+                message = (
+                    "the coordinator was lost with this request, which it may have carried out, and is"
+                    " started again; look whether it did, then try again"
+                )
+                raise ProblemError("lost", message) from None
 
         return call
 

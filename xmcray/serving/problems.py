@@ -27,6 +27,7 @@ STATUS = {
     "overloaded": 503,
     "not-ready": 503,
     "timeout": 503,
+    "lost": 503,
 }
 TITLE = {
     "unauthorized": "No valid token",
@@ -43,6 +44,7 @@ TITLE = {
     "overloaded": "Too many requests at a time",
     "not-ready": "Not ready",
     "timeout": "Not answered in time",
+    "lost": "Not known whether it was done",
 }
 RETRY_AFTER_S = 1
 
