@@ -14,7 +14,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ from xmcray.errors import XmcrayError, one_line
 from xmcray.retrieval.bundle import KIND
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
 from xmcray.serving.decisions import Follow, ReplicaState, ServedBundle, Update
-from xmcray.serving.log_place import Commit, LogPlace
+from xmcray.serving.followed_model import CatchUp, FollowedModel
+from xmcray.serving.log_place import Commit
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot, SnapshotReference
@@ -34,148 +34,6 @@ FOLLOW_S = 4.0  # longest wait for an update
 PRESENT_S = 2.0  # between signs of life while the bundle that answers is loaded
 LOADING_S = 0.2  # between updates while another bundle is loaded alongside
 RETRY_S = 0.5
-MAX_OLD_SNAPSHOTS = 64
-MAX_PASSED_COMMITS = 256  # of one update; a replica that gets more is catching up
-
-
-@dataclass(frozen=True, slots=True)
-class _CatchUp:
-    """Operations that are being applied to a version that is behind.
-
-    Attributes:
-        snapshot: the one without them.
-        commits: the operations.
-        changed: the one with them.
-    """
-
-    snapshot: Snapshot
-    commits: Sequence[Commit]
-    changed: asyncio.Future[Snapshot]
-
-
-class _FollowedModel:
-    """What a replica holds of one model.
-
-    Attributes:
-        epoch: of the last decision that was carried out; "" if a version was dropped since.
-        answering: version that answers requests that begin now; "" before the first one is loaded,
-            and while it is loaded again.
-        stale: the snapshot that answers while its version is loaded again.
-        newest: the newest snapshot of each version.
-        older: earlier snapshots by version and place in the label log, and the time at which each
-            was replaced.
-        passed: by version and place of an earlier snapshot, the commits that were applied to it at
-            once. Requests may have begun between them elsewhere.
-        dropped: versions that are no longer needed, and since when.
-        failure: see `ReplicaState`.
-        loads: by bundle, what makes its snapshot; until that is taken.
-        catching_up: versions that get the operations that the one that answers has already.
-    """
-
-    def __init__(self) -> None:
-        self.epoch = ""
-        self.answering = ""
-        self.stale: Snapshot | None = None
-        self.newest: dict[str, Snapshot] = {}
-        self.older: dict[tuple[str, LogPlace], tuple[float, Snapshot]] = {}
-        self.passed: dict[tuple[str, LogPlace], Sequence[Commit]] = {}
-        self.dropped: dict[str, float] = {}
-        self.failure = ""
-        self.loads: dict[ServedBundle, asyncio.Future[Snapshot]] = {}
-        self.catching_up: dict[str, _CatchUp] = {}
-
-    def state(self) -> ReplicaState:
-        """The state that is sent to the coordinator."""
-        places = {}
-        for version, snapshot in self.newest.items():
-            # One that is catching up has no place until its operations are applied. Otherwise they
-            # would be sent again.
-            if version not in self.catching_up:
-                places[version] = snapshot.place
-        # Nor is the decision carried out until then.
-        epoch = "" if self.catching_up else self.epoch
-        return ReplicaState(epoch, self.answering, places, self.failure)
-
-    def replace(self, old: Snapshot, new: Snapshot, commits: Sequence[Commit]) -> None:
-        """Sets the newest snapshot of a version.
-
-        Args:
-            old: the one before.
-            new: the new one.
-            commits: what made it of the old one.
-        """
-        self.keep(old)
-        self.newest[new.version] = new
-        if 1 < len(commits) <= MAX_PASSED_COMMITS:
-            self.passed[old.version, old.place] = commits
-
-    def before(self, version: str, place: LogPlace) -> tuple[Snapshot, Sequence[Commit]] | None:
-        """An earlier snapshot and the commits that lead to a place; None if there are none."""
-        for (passed_version, start), commits in self.passed.items():
-            places = [commit.place for commit in commits]
-            if passed_version == version and place in places:
-                _, snapshot = self.older[version, start]
-                return snapshot, commits[: places.index(place) + 1]
-        return None
-
-    def drop_stale(self, version: str) -> None:
-        """Drops a version that has other operations than the label log.
-
-        Its snapshot goes on answering until a version has the operations that there are.
-        """
-        snapshot = self.newest.pop(version)
-        # The decision is no longer carried out: the coordinator repeats it until it is again.
-        self.epoch = ""
-        self.keep(snapshot)
-        self.dropped.pop(version, None)
-        self.catching_up.pop(version, None)
-        if version == self.answering:
-            self.answering = ""
-            self.stale = snapshot
-
-    def keep(self, old: Snapshot) -> None:
-        """Keeps a snapshot for the requests that began with it."""
-        # Few requests still come to it.
-        old.drop_views()
-        self.older[old.version, old.place] = (time.monotonic(), old)
-        while len(self.older) > MAX_OLD_SNAPSHOTS:
-            # Dictionaries keep the order of insertion: the first one is the oldest.
-            self._forget_older(next(iter(self.older)))
-
-    def drop_loads(self, needed: Sequence[ServedBundle]) -> None:
-        """Forgets the loads of other bundles; one that has begun ends unused."""
-        for bundle in list(self.loads):
-            if bundle not in needed or bundle.version in self.newest:
-                self.loads.pop(bundle).cancel()
-
-    def forget(self, keep_s: float) -> int:
-        """Drops versions and snapshots that have not been needed for so long.
-
-        Returns:
-            The number of versions.
-        """
-        limit = time.monotonic() - keep_s
-        num_versions = len(self.newest)
-        # Copies of the items, because the dictionaries shrink meanwhile.
-        for version, since in list(self.dropped.items()):
-            if since < limit:
-                del self.dropped[version]
-                del self.newest[version]
-        for (version, place), (since, _) in list(self.older.items()):
-            if since <= limit or version not in self.newest:
-                self._forget_older((version, place))
-        return num_versions - len(self.newest)
-
-    def folders(self) -> set[Path]:
-        """Folders of the bundles that may answer."""
-        snapshots = [*self.newest.values(), *(snapshot for _, snapshot in self.older.values())]
-        if self.stale is not None:
-            snapshots.append(self.stale)
-        return {snapshot.folder for snapshot in snapshots}
-
-    def _forget_older(self, key: tuple[str, LogPlace]) -> None:
-        del self.older[key]
-        self.passed.pop(key, None)
 
 
 class Follower(SnapshotSource):
@@ -196,8 +54,10 @@ class Follower(SnapshotSource):
         self._config = config
         self._follow = follow
         self._subset = subset
-        self._models = {name: _FollowedModel() for name in config.bundles}
+        self._models = {name: FollowedModel() for name in config.bundles}
         self._replica = secrets.token_hex(8)
+        # Whether copies of bundles may be held that do not answer any more.
+        self._holds_more = False
         self._changed = asyncio.Condition()
         # By reference, what makes an earlier snapshot again.
         self._going_back: dict[SnapshotReference, asyncio.Task[Snapshot]] = {}
@@ -303,10 +163,10 @@ class Follower(SnapshotSource):
                     await self._carry_out(name, update)
                 except XmcrayError as error:
                     failures.append(error)
-        num_forgotten = 0
         for model in self._models.values():
-            num_forgotten += model.forget(self._config.keep_s)
-        if num_forgotten:
+            if model.forget(self._config.keep_s):
+                self._holds_more = True
+        if self._holds_more:
             self._release_copies()
         # Requests may wait for a version or an operation.
         if updates:
@@ -374,7 +234,7 @@ class Follower(SnapshotSource):
             if first is None or snapshot.number != first.number:
                 loop = asyncio.get_running_loop()
                 changed = loop.run_in_executor(self._loader, snapshot.after_commits, commits)
-                model.catching_up[version] = _CatchUp(snapshot, commits, changed)
+                model.catching_up[version] = CatchUp(snapshot, commits, changed)
                 continue
             with self._loading_again(name, version):
                 changed_snapshot = await self._in_worker(snapshot.after_commits, commits)
@@ -420,6 +280,8 @@ class Follower(SnapshotSource):
         if bundle not in model.loads:
             loop = asyncio.get_running_loop()
             model.loads[bundle] = loop.run_in_executor(self._loader, self._load, name, bundle)
+            # If it fails or is dropped.
+            self._holds_more = True
         load = model.loads[bundle]
         if waits:
             await asyncio.wait([load])
@@ -453,10 +315,11 @@ class Follower(SnapshotSource):
         """
         in_use: set[Path] = set()
         for model in self._models.values():
-            # The folder of a bundle that is being loaded is not known yet.
+            # The folder of a bundle that is being loaded is not known yet. The next step looks again.
             if model.loads:
                 return
             in_use |= model.folders()
+        self._holds_more = False
         # Loads that begin from now on come after it in this thread.
         self._loader.submit(release_copies, KIND, in_use)
 

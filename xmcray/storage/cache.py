@@ -1,7 +1,8 @@
 """This machine's copies of remote artifacts.
 
 A process holds the copies that it has opened until it ends, or until it releases them, as a server
-does that loads one bundle after the other. Only copies that no process holds are ever removed.
+does that loads one bundle after the other. Only copies that no process holds are ever removed. Their age
+counts from when they were released.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
+import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -36,8 +39,8 @@ def local_copy(source: str, kind: str) -> Path:
     """An artifact of a URL or a folder, copied to this machine's cache if it is not there yet.
 
     All processes of a machine share one copy. The first one makes it while the others wait. The
-    copy is renamed to its final name only when every file has the hash of the manifest. What a
-    killed process left behind is removed. CACHE is `cache_folder()`:
+    copy is renamed to its final name only when every file has the hash of the manifest. What killed
+    processes left behind is removed before another copy is made. CACHE is `cache_folder()`:
 
         CACHE/0123abcd...          a complete copy, named by the hash of its manifest
         CACHE/.0123abcd....part    a copy in progress; CACHE/.0123abcd....lock is held meanwhile
@@ -60,9 +63,11 @@ def local_copy(source: str, kind: str) -> Path:
     copy = cache / key
     with disk_errors(copy):
         cache.mkdir(parents=True, exist_ok=True)
+        if not copy.is_dir():
+            # Before the room on the disk is looked at.
+            _remove_leftovers(cache)
         with _locked(copy):
             if not copy.is_dir():
-                # A killed process may have left a part behind.
                 part = cache / f".{key}.part"
                 shutil.rmtree(part, ignore_errors=True)
                 try:
@@ -85,6 +90,10 @@ def release_copies(kind: str, in_use: Collection[Path]) -> None:
         kind: only artifacts of this kind are removed.
         in_use: folders that this process goes on using; others than copies do no harm.
     """
+    # In the order in which they were opened.
+    for copy in list(_held):
+        # Those that stay too, because a process may be killed before it releases them.
+        _note_use(copy)
     for copy in _held.keys() - set(in_use):
         with contextlib.suppress(KeyError):  # another thread was first
             _held.pop(copy).close()
@@ -107,31 +116,91 @@ def release_copies(kind: str, in_use: Collection[Path]) -> None:
         with contextlib.suppress(OSError), _locked(copy):
             # Another process may have opened it meanwhile.
             if _is_unused(copy, kind):
-                part = copy.with_name(f".{copy.name}.part")
-                copy.rename(part)
-                shutil.rmtree(part)
+                copy.rename(_beside(copy, "part"))
+    with contextlib.suppress(OSError):
+        _remove_leftovers(cache)
+
+
+def _beside(copy: Path, role: str) -> Path:
+    """The file or folder of a copy with this role; see `local_copy`."""
+    return copy.with_name(f".{copy.name}.{role}")
 
 
 @contextlib.contextmanager
-def _locked(copy: Path) -> Iterator[None]:
-    """Keeps other processes from making, opening or removing a copy."""
-    with copy.with_name(f".{copy.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the system frees it when the process dies
-        yield
+def _locked(copy: Path, *, waits: bool = True) -> Iterator[None]:
+    """Keeps other processes from making, opening or removing a copy.
+
+    Raises:
+        BlockingIOError: another process does one of these, and it is not waited for.
+    """
+    path = _beside(copy, "lock")
+    while True:
+        with path.open("w") as lock:
+            # The system frees it when the process dies.
+            fcntl.flock(lock, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another process may have removed the file between opening and locking it.
+            if _is_there(lock, path):
+                yield
+                return
+
+
+def _is_there(file: IO[str], path: Path) -> bool:
+    """Whether a path still leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_leftovers(cache: Path) -> None:
+    """Removes what belongs to no copy: parts that killed processes left, and empty files."""
+    names = set()
+    for path in cache.iterdir():
+        if match := re.fullmatch(r"\.([0-9a-f]{32})\.(part|lock|used)", path.name):
+            names.add(match[1])
+    for name in names:
+        copy = cache / name
+        # A copy in progress is locked. What cannot be removed is tried again another time.
+        with contextlib.suppress(OSError):
+            if not copy.exists():
+                with _locked(copy, waits=False):
+                    _remove_beside(copy)
+
+
+def _remove_beside(copy: Path) -> None:
+    """Removes everything of a copy that is not there; it is locked."""
+    # Another process may have finished it before the lock was free.
+    if not copy.exists():
+        part = _beside(copy, "part")
+        if part.exists():
+            shutil.rmtree(part)
+        _beside(copy, "used").unlink(missing_ok=True)
+        # Last: from now on others may lock a file of their own.
+        _beside(copy, "lock").unlink()
 
 
 def _hold(copy: Path) -> None:
     """Keeps other processes from removing a copy, which is locked meanwhile."""
-    # Opened anew each time: the user may have emptied the cache since. Its time becomes now.
+    # Opened anew each time: the user may have emptied the cache since.
     # On NFS only files that can be read take a shared lock.
-    used = copy.with_name(f".{copy.name}.used").open("w+")
+    used = _beside(copy, "used").open("w+")
     # Others lock this file for themselves for a moment at most.
     fcntl.flock(used, fcntl.LOCK_SH)
-    os.utime(used.fileno())
-    before = _held.get(copy)
+    # Dictionaries keep the order of insertion: this one is the newest now.
+    before = _held.pop(copy, None)
     _held[copy] = used
     if before is not None:
         before.close()
+    _note_use(copy)
+
+
+def _note_use(copy: Path) -> None:
+    """Makes the age of a copy that this process holds count from now."""
+    # The user may have emptied the cache, and another thread may have released the copy.
+    with contextlib.suppress(OSError):
+        # The system's own time has steps of some milliseconds, within which there would be no order.
+        now = time.time_ns()
+        os.utime(_beside(copy, "used"), ns=(now, now))
 
 
 def _copy_name(content: bytes) -> str:
@@ -147,15 +216,15 @@ def _is_unused(copy: Path, kind: str) -> bool:
         if copy.name != _copy_name(content):
             return False
         parse_manifest(content, copy, kind)
-        with copy.with_name(f".{copy.name}.used").open("a") as used:
+        with _beside(copy, "used").open("a") as used:
             fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (StorageError, OSError):
         return False
     return True
 
 
-def _last_used(copy: Path) -> float:
-    return copy.with_name(f".{copy.name}.used").stat().st_mtime
+def _last_used(copy: Path) -> int:
+    return _beside(copy, "used").stat().st_mtime_ns
 
 
 def _copy_files(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import fcntl
 import os
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import IO
 
@@ -81,7 +83,8 @@ def test_copies_that_another_process_holds_stay(bundles: list[Path], cached: Pat
     release_copies(KIND, ours[:1])
     assert copies(cached) == {ours[0], *ours[-NUM_UNUSED:], other_kind}
     release_copies(KIND, [])
-    assert copies(cached) == {*ours[-NUM_UNUSED:], other_kind}
+    # The one that was in use for longest is not the oldest.
+    assert copies(cached) == {ours[0], *ours[-NUM_UNUSED + 1 :], other_kind}
     # A copy that is gone is made again.
     assert open_artifact(urls[0], KIND)[0] == theirs
     assert theirs in cache._held
@@ -105,6 +108,68 @@ def test_artifacts_of_the_user_in_the_folder_of_the_cache_stay(
         shutil.copytree(path, cached / path.name)
     release_copies(KIND, [])
     assert copies(cached) == {cached / path.name for path in bundles}
+
+
+def test_the_age_of_a_copy_counts_from_its_release(bundles: list[Path], cached: Path) -> None:
+    served = local_copy(f"file://{bundles[0]}", KIND)
+    os.utime(cached / f".{served.name}.used", (0, 0))  # opened long ago
+    others = [local_copy(f"file://{path}", KIND) for path in bundles[1:]]
+    release_copies(KIND, [served])
+    release_copies(KIND, [])
+    assert copies(cached) == {served, *others[-NUM_UNUSED + 1 :]}
+
+
+def test_nothing_stays_of_copies_that_are_gone(bundles: list[Path], cached: Path) -> None:
+    """Neither parts of killed processes nor empty files; what another process makes stays."""
+    cached.mkdir()
+    killed = cached / f".{'a' * 32}.part"
+    in_progress = cached / f".{'b' * 32}.part"
+    theirs = cached / ".notes.part"
+    for folder in (killed, in_progress, theirs):
+        folder.mkdir()
+        (folder / "vectors").write_bytes(b"some")
+    for role in ("lock", "used"):
+        (cached / f".{'c' * 32}.{role}").touch()
+    lock = cached / f".{'b' * 32}.lock"
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        held = [local_copy(f"file://{path}", KIND) for path in bundles]
+        hidden = {path for path in cached.iterdir() if path.name.startswith(".")}
+        files = {cached / f".{copy.name}.{role}" for copy in held for role in ("lock", "used")}
+        assert hidden == {*files, in_progress, theirs, lock}
+        release_copies(KIND, [])
+    release_copies(KIND, [])
+    hidden = {path for path in cached.iterdir() if path.name.startswith(".")}
+    kept = held[-NUM_UNUSED:]
+    assert hidden == {
+        cached / f".{copy.name}.{role}" for copy in kept for role in ("lock", "used")
+    } | {theirs}
+
+
+def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(cached: Path) -> None:
+    cached.mkdir()
+    copy = cached / ("a" * 32)
+    lock = cached / f".{copy.name}.lock"
+    got = threading.Event()
+    leave = threading.Event()
+
+    def wait_for_it() -> None:
+        with cache._locked(copy):
+            got.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=wait_for_it)
+    with cache._locked(copy):
+        thread.start()
+        time.sleep(0.2)  # until it waits
+        lock.unlink()
+    try:
+        assert got.wait(60)
+        with pytest.raises(BlockingIOError), cache._locked(copy, waits=False):
+            pass
+    finally:
+        leave.set()
+        thread.join()
 
 
 def test_locks_are_taken_as_nfs_demands(
@@ -180,6 +245,38 @@ async def test_a_replica_follows_while_copies_wait_to_be_removed(
         assert "old" not in model.newest
     finally:
         is_over.set()
+        coordinator.close()
+
+
+async def test_a_release_that_a_load_put_off_is_made_up_for(
+    bundles: list[Path], cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ServeConfig(
+        bundles={"default": f"file://{bundles[0]}"}, state_dir=str(tmp_path / "state"), keep_s=0.0
+    )
+    coordinator = SnapshotCoordinator(config)
+    await coordinator.start()
+    try:
+        replica = Follower(config, coordinator.follow)
+        await replica.start()
+        model = replica._models["default"]
+        old = local_copy(f"file://{bundles[1]}", KIND)
+        old_snapshot = model.newest[model.answering]
+        model.newest["old"] = dataclasses.replace(old_snapshot, folder=old)
+        model.dropped["old"] = 0.0
+        decision = coordinator._models["default"].decision
+        load = asyncio.get_running_loop().create_future()
+        model.loads[decision.bundle] = load
+        await replica._step(0.0)
+        assert "old" not in model.newest
+        assert old in cache._held
+        del model.loads[decision.bundle]
+        await replica._step(0.0)
+        async with asyncio.timeout(10):
+            while old in cache._held:
+                await asyncio.sleep(0.01)
+        assert old_snapshot.folder in cache._held
+    finally:
         coordinator.close()
 
 

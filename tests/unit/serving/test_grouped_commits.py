@@ -12,7 +12,7 @@ import pytest
 from bundles import write_bundle_of
 from operations import add, delete
 
-from xmcray.serving import follower
+from xmcray.serving import followed_model
 from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.follower import Follower
 from xmcray.serving.log_place import Commit
@@ -55,7 +55,7 @@ async def test_a_replica_answers_for_a_place_that_it_passed(
                 scores = [label.score for label in labels]
                 np.testing.assert_array_equal(scores, [label.score for label in wanted])
         # What is passed is forgotten with the snapshot that it began with.
-        monkeypatch.setattr(follower, "MAX_OLD_SNAPSHOTS", 0)
+        monkeypatch.setattr(followed_model, "MAX_OLD_SNAPSHOTS", 0)
         model = searcher._models["default"]
         model.keep(begun[0])
         assert not model.older
