@@ -25,7 +25,7 @@ COMPOSED_LABELS = 2_000_000  # from here on, `auto` chooses the composed mode
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Settings of a served application.
+    """Settings of a served application. Relative paths count from the working folder of the command.
 
     Attributes:
         bundles: folder or URL by model name; the first one answers requests that name none.
@@ -40,8 +40,7 @@ class ServeConfig:
         token_file: tokens of readers (security.py); made in `state_dir` if not given.
         admin_token_file: tokens of administrators; made in `state_dir` if not given.
         bundle_roots: folders and URLs below which administrators may swap in and write bundles, in
-            addition to the folders of `bundles` and `state_dir`; a relative one counts from the
-            working folder of the command.
+            addition to the folders of `bundles` and `state_dir`.
         upload: folder or URL for copies of the label log; no copies if not given.
         threads: threads of one process.
         search_nice: by how much the thread of searches gives way to the event loop, from 0 to 19 as
@@ -136,16 +135,28 @@ class ServeConfig:
 
 
 def with_absolute_paths(config: ServeConfig) -> ServeConfig:
-    """The settings whose paths of the coordinator no longer depend on the working folder.
+    """The settings whose paths no longer depend on the working folder.
 
-    Its process on Ray may run in another one than the command.
+    Processes on Ray may run in another one than the command.
     """
-    upload = config.upload and _absolute(config.upload)
-    roots = tuple(_absolute(root) for root in config.bundle_roots)
-    return replace(config, state_dir=_absolute(config.state_dir), upload=upload, bundle_roots=roots)
+    bundles = {name: absolute(bundle) for name, bundle in config.bundles.items()}
+    roots = tuple(absolute(root) for root in config.bundle_roots)
+    # Otherwise it is a hub id.
+    is_folder = Path(config.rerank).is_dir()
+    return replace(
+        config,
+        bundles=bundles,
+        state_dir=absolute(config.state_dir),
+        token_file=config.token_file and absolute(config.token_file),
+        admin_token_file=config.admin_token_file and absolute(config.admin_token_file),
+        bundle_roots=roots,
+        upload=config.upload and absolute(config.upload),
+        rerank=absolute(config.rerank) if config.rerank and is_folder else config.rerank,
+    )
 
 
-def _absolute(location: str) -> str:
+def absolute(location: str) -> str:
+    """A folder or URL that no longer depends on the working folder."""
     # What has "::" is a chain of file systems, which some settings refuse.
     return location if is_url(location) or "::" in location else str(Path(location).absolute())
 

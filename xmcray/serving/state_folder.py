@@ -15,7 +15,8 @@ from xmcray.errors import readable
 from xmcray.serving.event_log import EventLog
 from xmcray.serving.label_log import LabelLog
 from xmcray.serving.log_place import LogPlace
-from xmcray.serving.settings import ServeConfig
+from xmcray.serving.settings import ServeConfig, absolute
+from xmcray.storage.remote import is_url
 from xmcray.storage.whole_files import fsync, read_json, write_json
 
 EVENTS = "events"
@@ -33,7 +34,7 @@ class StateFolder:
     def __init__(self, config: ServeConfig, model: str) -> None:
         self._model = model
         self._config = config
-        self._configured = config.bundles[model]
+        self._configured = absolute(config.bundles[model])
         self._name = folder_name(model)
         self._path = Path(config.state_dir) / self._name
         self._head_file = self._path / "head.json"
@@ -56,7 +57,7 @@ class StateFolder:
             configured = head["configured"]
             bundle = str(head["bundle"])
             version = str(head["version"])
-        if configured == self._configured:
+        if _is_same(configured, self._configured):
             return bundle, version
         return self._configured, None
 
@@ -106,6 +107,21 @@ class StateFolder:
             start_after=start_after,
             upload_url=upload_url,
         )
+
+
+def _is_same(before: str, now: str) -> bool:
+    """Whether the same bundle was configured before.
+
+    Args:
+        before: as it was written down; earlier versions left relative paths as they were.
+        now: an absolute path, or a URL.
+    """
+    if before == now:
+        return True
+    if is_url(before) or is_url(now) or Path(before).is_absolute():
+        return False
+    names = Path(before).parts
+    return Path(now).parts[-len(names) :] == names
 
 
 def folder_name(model: str) -> str:

@@ -55,11 +55,26 @@ def test_relative_folders_count_from_the_working_folder_of_the_command(
     monkeypatch.chdir(tmp_path)
     roots = ("listed", "/all", "s3://models", "reference::x")
     config = with_absolute_paths(
-        ServeConfig(bundles={"a": "b"}, state_dir="state", upload="copy", bundle_roots=roots)
+        ServeConfig(
+            bundles={"a": "b", "fr": "s3://models/fr"},
+            state_dir="state",
+            token_file="tokens",
+            admin_token_file="/admin-tokens",
+            upload="copy",
+            bundle_roots=roots,
+            rerank="reranker",
+        )
     )
+    assert config.bundles == {"a": f"{tmp_path}/b", "fr": "s3://models/fr"}
+    assert (config.token_file, config.admin_token_file) == (f"{tmp_path}/tokens", "/admin-tokens")
     assert config.bundle_roots == (f"{tmp_path}/listed", "/all", "s3://models", "reference::x")
     assert (config.state_dir, config.upload) == (f"{tmp_path}/state", f"{tmp_path}/copy")
-    assert with_absolute_paths(ServeConfig(bundles={"a": "b"})).upload is None
+    # No folder of that name is there, so it is a hub id.
+    assert config.rerank == "reranker"
+    (tmp_path / "reranker").mkdir()
+    assert with_absolute_paths(config).rerank == f"{tmp_path}/reranker"
+    few = with_absolute_paths(ServeConfig(bundles={"a": "b"}))
+    assert (few.upload, few.token_file, few.rerank) == (None, None, "")
 
 
 def test_urls_below_a_root(tmp_path: Path) -> None:
