@@ -179,6 +179,51 @@ def test_what_a_killed_process_left_is_removed_and_what_others_write_stays(tmp_p
     assert {*tmp_path.iterdir()} == {own, faster}
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        TimeoutError(errno.ETIMEDOUT, "Connection timed out"),
+        PermissionError(errno.EPERM, "Operation not permitted"),  # a socket behind a firewall
+        PermissionError(errno.EACCES, "Permission denied", "/usr/bin/program"),
+        OSError(errno.ENOSPC, "No space left on device", "/another/disk"),
+    ],
+)
+def test_what_fails_beside_a_new_artifact_is_not_told_of_it(
+    tmp_path: Path, error: Exception
+) -> None:
+    with pytest.raises(type(error)) as caught, new_artifact(tmp_path / "corpus", "corpus", {}):
+        raise error
+    assert caught.value is error
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("number", "names"),
+    [
+        # A write to an open file names nothing, a copy names its source first.
+        (errno.ENOSPC, []),
+        (errno.EIO, []),
+        (errno.EACCES, ["file"]),
+        (errno.ENOSPC, ["/another/file", None, "file"]),
+    ],
+)
+def test_what_fails_in_a_new_artifact_is_told_of_it(
+    tmp_path: Path, number: int, names: list[str | None]
+) -> None:
+    destination = tmp_path / "corpus"
+
+    def fail(folder: Path) -> None:
+        paths = [name and str(folder / name) for name in names]
+        raise OSError(number, os.strerror(number), *paths)
+
+    with (
+        pytest.raises(StorageError, match=f"{destination}(:| cannot be written)"),
+        new_artifact(destination, "corpus", {}) as unfinished,
+    ):
+        fail(unfinished)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_artifacts_are_made_where_the_system_locks_no_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,22 +99,26 @@ def new_artifact(
         refuse_existing(destination)
     remote = is_url(destination)
     parent = Path(tempfile.gettempdir()) if remote else Path(destination).absolute().parent
-    with disk_errors(destination):
-        parent.mkdir(parents=True, exist_ok=True)
-        name = str(destination).rstrip("/").rsplit("/", 1)[-1]
-        with _unfinished_folder(parent, name) as folder:
+    with contextlib.ExitStack() as stack:
+        with disk_errors(destination):
+            parent.mkdir(parents=True, exist_ok=True)
+            name = str(destination).rstrip("/").rsplit("/", 1)[-1]
+            folder = stack.enter_context(_unfinished_folder(parent, name))
             folder.chmod(0o755)
+        # The block may also call other machines and start processes.
+        with disk_errors(destination, inside=folder):
             yield folder
+        with disk_errors(destination):
             finish_manifest(folder, kind, about, hashed_files or {})
             if finished is not None:
                 finished(folder)
-            if remote:
-                # An object store has no rename; the manifest, uploaded last, completes it.
-                _upload(folder, str(destination))
-            elif replacing:
+            if replacing:
                 exchange(folder, Path(destination).absolute())
-            else:
+            elif not remote:
                 publish(folder, Path(destination).absolute())
+        if remote:
+            # An object store has no rename; the manifest, uploaded last, completes it.
+            _upload(folder, str(destination))
 
 
 @contextlib.contextmanager

@@ -246,7 +246,7 @@ def _copy_files(
     for name, entry in files.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        with reaching(source), disk_errors(folder):
+        with reaching(source), disk_errors(folder, inside=folder):
             try:
                 filesystem.get_file(f"{root}/{name}", str(target))
             except FileNotFoundError:

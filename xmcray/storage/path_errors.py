@@ -18,6 +18,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 # The disk or the network file system itself fails.
 _FAILING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO)
+# What neither sockets nor processes fail with.
+_OF_DISKS = (*_FULL, errno.EROFS, errno.EIO, errno.ESTALE, errno.EREMOTEIO)
 _LONGEST_PATH = 3_900  # of Linux, 4,095, less what artifacts add
 _LONGEST_NAME = 230  # of Linux, 255, less what temporary names add
 
@@ -43,10 +45,15 @@ def read_errors(path: str | Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def disk_errors(path: str | Path) -> Iterator[None]:
+def disk_errors(path: str | Path, inside: Path | None = None) -> Iterator[None]:
     """Turns a full disk, or a path that is forbidden or missing, into a StorageError that names it.
 
     An error about another file, such as one that the block reads, is raised unchanged.
+
+    Args:
+        path: is written.
+        inside: the folder that the block writes in, if it also does other work. Then errors that name
+            no file are raised unchanged too, unless only disks have them.
     """
     try:
         yield
@@ -66,6 +73,8 @@ def disk_errors(path: str | Path) -> Iterator[None]:
             f"{path} cannot be written ({one_line(message)}); choose another folder"
         ) from error
     except OSError as error:
+        if inside is not None and not _is_inside(error, inside):
+            raise
         storage_error = _storage_error(error, path)
         if storage_error is None:
             raise
@@ -109,6 +118,15 @@ def _storage_error(error: OSError, path: str | Path) -> StorageError | None:
     if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
         return StorageError(message)
     return None
+
+
+def _is_inside(error: OSError, folder: Path) -> bool:
+    """Whether an error is about a file in a folder, or about a disk and no file."""
+    # A copy names both of its files.
+    names = [name for name in (error.filename, error.filename2) if isinstance(name, str | Path)]
+    if not names:
+        return error.errno in _OF_DISKS
+    return any(Path(name).absolute().is_relative_to(folder.absolute()) for name in names)
 
 
 def disk_full(path: str | Path) -> StorageError:

@@ -18,8 +18,10 @@ from typing import IO
 import fsspec
 import pytest
 from bundles import write_bundle_of
+from fsspec.implementations.local import LocalFileSystem
 from served import ADMIN, served
 
+from xmcray.errors import StorageError
 from xmcray.retrieval.bundle import KIND
 from xmcray.retrieval.labels import remove_labels
 from xmcray.serving import follower
@@ -170,6 +172,20 @@ def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(cached: P
     finally:
         leave.set()
         thread.join()
+
+
+def test_a_source_that_refuses_a_file_is_told_of_it(
+    bundles: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Object stores refuse with the error of a file that is not readable."""
+
+    def refuses(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Forbidden")
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", refuses)
+    url = f"file://{bundles[0]}"
+    with pytest.raises(StorageError, match=f"{url} cannot be used .*Forbidden"):
+        local_copy(url, KIND)
 
 
 def test_locks_are_taken_as_nfs_demands(
