@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from common import new_parser, provenance, refuse_if_busy, write_table
 from label_writer import Writer
 from load import free_port
 from ray import serve
+from soak_pieces import Clock, Piece
 from xmcray_serve import Server
 
 from xmcray.retrieval.labels import NewLabel, add_labels
@@ -57,41 +58,18 @@ SERVER_KILL_S = 8.0  # about half of it is the next start
 TWO = {"num_replicas": 2}
 
 
-@dataclass
-class Piece:
-    """What one call did of one part.
-
-    Attributes:
-        part: name of the part.
-        done: how much of the goal.
-        disturbances: number of kills, swaps and so on.
-        seconds: duration.
-        wrong: what must not have happened, and how often.
-        notes: for the reader.
-        about: machine and commit.
-    """
-
-    part: str
-    done: int = 0
-    disturbances: int = 0
-    seconds: float = 0.0
-    wrong: Counter[str] = field(default_factory=Counter)
-    notes: str = ""
-    about: str = ""
-
-
 @dataclass(frozen=True)
 class Part:
     """A kind of disturbance.
 
     Attributes:
-        run: from an empty piece, a temporary folder, how much is left to do and the time to stop at, to the piece.
+        run: from an empty piece, a temporary folder, how much is left to do and the time for it, to the piece.
         goal: how much is to be done.
         what: is counted.
         disturbed_by: what the disturbances are.
     """
 
-    run: Callable[[Piece, Path, int, float], Piece]
+    run: Callable[[Piece, Path, int, Clock], Piece]
     goal: int
     what: str
     disturbed_by: str
@@ -112,19 +90,18 @@ def main() -> None:
     LEDGER.parent.mkdir(parents=True, exist_ok=True)
     if options.fresh:
         LEDGER.unlink(missing_ok=True)
-    left_s = 60 * options.minutes
+    clock = Clock(60 * options.minutes)
     for name in options.part:
         part = PARTS[name]
         num_done = sum(piece.done for piece in pieces(name))
         left = part.goal - num_done
-        if left <= 0 or left_s <= 0:
+        if left <= 0 or clock.left_s <= 0:
             continue
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="xmcray-soak.") as folder:
-            piece = part.run(Piece(name), Path(folder), left, began + left_s)
+            piece = part.run(Piece(name), Path(folder), left, clock)
         piece.seconds = round(time.monotonic() - began, 1)
         piece.about = provenance()[1]
-        left_s -= piece.seconds
         with LEDGER.open("a") as ledger:
             ledger.write(json.dumps(vars(piece)) + "\n")
         print(piece, flush=True)
@@ -172,13 +149,13 @@ def row(name: str, part: Part, part_pieces: Sequence[Piece]) -> list[object]:
     seconds = sum(piece.seconds for piece in part_pieces)
     counts = mistakes_of(part_pieces).items()
     mistakes = [f"{count} x {mistake}" for mistake, count in counts if count]
-    if not done:
+    if not part_pieces:
         outcome = "not run"
     elif mistakes:
         outcome = f"wrong: {', '.join(mistakes)}"
     else:
         outcome = "nothing wrong"
-    if 0 < done < part.goal:
+    if part_pieces and done < part.goal:
         outcome += f", {part.goal - done:,} to do"
     # The same note of several pieces stands there once.
     notes = dict.fromkeys(piece.notes for piece in part_pieces if piece.notes)
@@ -204,7 +181,7 @@ def mistakes_of(part_pieces: Sequence[Piece]) -> Counter[str]:
 # ---- searches ----
 
 
-def kills(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
+def kills(piece: Piece, folder: Path, left: int, clock: Clock) -> Piece:
     """Half of the searches in each mode."""
     bundles = {
         "single": write_bundle_of(folder / "bundle", "texts"),
@@ -224,16 +201,15 @@ def kills(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
             options=options,
         )
         # The modes that are left share the time and the searches that are left.
-        now = time.monotonic()
-        until = now + (deadline - now) / modes_left
+        share = 1 / modes_left
         num_searches = (left - piece.done) // modes_left
         modes_left -= 1
         port = free_port()
-        with serving(config, "127.0.0.1", port) as url:
+        with serving(config, "127.0.0.1", port) as url, clock.working(share) as deadline:
             began = time.monotonic()
             askers = Askers(url, folder / mode, known_answers([bundles[mode]]))
             killer = Killer(partial(spare, deployments), 10.0, seed=port)
-            askers.finish(num_searches, until)
+            askers.finish(num_searches, deadline)
             killer.close()
             seconds = time.monotonic() - began
         count(piece, askers)
@@ -254,7 +230,7 @@ def spare(deployments: Sequence[str]) -> list[int]:
     return pids
 
 
-def swaps(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
+def swaps(piece: Piece, folder: Path, left: int, clock: Clock) -> Piece:
     """Between two bundles, one of which has a label more."""
     bundles = [write_bundle_of(folder / "bundle", "texts"), folder / "other"]
     add_labels(bundles[0], [NewLabel("extra", "matrix vector norm")], bundles[1])
@@ -269,6 +245,7 @@ def swaps(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
     with (
         serving(config, "127.0.0.1", free_port()) as url,
         client_of(url, folder / "state") as admin,
+        clock.working() as deadline,
     ):
         askers = Askers(url, folder / "state", expected_answers)
         while piece.disturbances < left and time.monotonic() < deadline:
@@ -301,7 +278,7 @@ def count(piece: Piece, askers: Askers) -> None:
 # ---- labels ----
 
 
-def labels(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
+def labels(piece: Piece, folder: Path, left: int, clock: Clock) -> Piece:
     """The whole server is killed: coordinator, gateway and log in one process."""
     state = folder / "state"
     server = Server(write_bundle_of(folder / "bundle", "texts"), state)
@@ -310,12 +287,13 @@ def labels(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
         clients = [client_of(url, state) for _ in range(WRITERS)]
         writers = [Writer(client, i, seed=left + i) for i, client in enumerate(clients)]
         killer = Killer(server.running, SERVER_KILL_S)
-        while time.monotonic() < deadline:
-            acknowledged = sum(writer.acknowledged for writer in writers)
-            if acknowledged >= left and len(killer.killed) >= SERVER_KILLS:
-                break
-            server.revive()
-            time.sleep(0.2)
+        with clock.working() as deadline:
+            while time.monotonic() < deadline:
+                acknowledged = sum(writer.acknowledged for writer in writers)
+                if acknowledged >= left and len(killer.killed) >= SERVER_KILLS:
+                    break
+                server.revive()
+                time.sleep(0.2)
         killer.close()
         server.revive()
         for writer in writers:
@@ -348,24 +326,25 @@ def labels(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
 # ---- the log ----
 
 
-def writers(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
+def writers(piece: Piece, folder: Path, left: int, clock: Clock) -> Piece:
     """Ten kills of one log, then the next log."""
     acknowledged = 0
-    while piece.done < left and time.monotonic() < deadline:
-        kills = min(10, left - piece.done)
-        try:
-            seed = left - piece.done
-            acknowledged += kill_writers(folder / str(piece.done), kills, seed)
-        except AssertionError as error:
-            piece.wrong[str(error)[:200]] += 1
-        piece.done += kills
+    with clock.working() as deadline:
+        while piece.done < left and time.monotonic() < deadline:
+            kills = min(10, left - piece.done)
+            try:
+                seed = left - piece.done
+                acknowledged += kill_writers(folder / str(piece.done), kills, seed)
+            except AssertionError as error:
+                piece.wrong[str(error)[:200]] += 1
+            piece.done += kills
     piece.disturbances = piece.done
     piece.notes = f"{acknowledged:,} operations were acknowledged"
     return piece
 
 
-def damage(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
-    """Flips and truncations of the files that a kill leaves, and of those that an orderly end leaves."""
+def damage(piece: Piece, folder: Path, left: int, clock: Clock) -> Piece:
+    """Truncations, then flips, of the files that a kill leaves, and of those that an orderly end leaves."""
     draw = random.Random(left)
     outcomes = Counter[str]()
 
@@ -379,17 +358,29 @@ def damage(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
             piece.wrong[f"{state} {name}: {kind}"] += 1
 
     states = {"killed": interrupted(folder / "a"), "closed": written(folder / "b")}
-    for state, files in states.items():
-        for name, data in files.items():
-            for _ in range(200):
-                bit = draw.randrange(8 * len(data))
-                check(state, name, "flip", flipped(files, name, bit), [ALL])
-                piece.done += 1
+    damaged = [(state, name) for state, files in states.items() for name in files]
+    truncations = []
+    for state, name in damaged:
+        truncations += [(state, name, stop) for stop in range(len(states[state][name]))]
+    # Earlier calls did the first ones.
+    num_done = sum(earlier.disturbances for earlier in pieces(piece.part))
+    with clock.working() as deadline:
+        for state, name, stop in truncations[num_done:]:
+            if time.monotonic() >= deadline:
+                break
+            files = states[state]
             # A write-ahead log that ends earlier is that of an earlier moment.
             expected = COMMITS if name.endswith("-wal") else [ALL]
-            for stop in range(len(data)):
-                check(state, name, "truncation", {**files, name: data[:stop]}, expected)
-                piece.disturbances += 1
+            shorter = {**files, name: files[name][:stop]}
+            check(state, name, "truncation", shorter, expected)
+            piece.disturbances += 1
+        while piece.done < left and time.monotonic() < deadline:
+            # The files take turns.
+            state, name = damaged[piece.done % len(damaged)]
+            files = states[state]
+            bit = draw.randrange(8 * len(files[name]))
+            check(state, name, "flip", flipped(files, name, bit), [ALL])
+            piece.done += 1
     piece.notes = ", ".join(f"{number:,} {outcome}" for outcome, number in outcomes.items())
     return piece
 
@@ -397,7 +388,7 @@ def damage(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
 # ---- bodies ----
 
 
-def bodies(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
+def bodies(piece: Piece, folder: Path, left: int, clock: Clock) -> Piece:
     """Rounds of 300 that the description allows and 200 mutated ones."""
     bundle = write_bundle_of(folder / "bundle", "texts")
     state = folder / "state"
@@ -413,16 +404,17 @@ def bodies(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
             partial(ask_described, route=route, number=number) for route, number in ROUTES.items()
         ]
         rounds.append(partial(ask_mutated, number=ROUND - sum(ROUTES.values())))
-        while piece.done < left and time.monotonic() < deadline:
-            for ask in rounds:
-                try:
-                    counts = ask(url, headers, seed_=left - piece.done)
-                except AssertionError as error:
-                    piece.wrong[str(error)[:200]] += 1
-                    continue
-                statuses += counts
-                piece.done += counts.total()
-            memory_mib.append(sum(map(resident_mib, all_replicas())))
+        with clock.working() as deadline:
+            while piece.done < left and time.monotonic() < deadline:
+                for ask in rounds:
+                    try:
+                        counts = ask(url, headers, seed_=left - piece.done)
+                    except AssertionError as error:
+                        piece.wrong[str(error)[:200]] += 1
+                        continue
+                    statuses += counts
+                    piece.done += counts.total()
+                memory_mib.append(sum(map(resident_mib, all_replicas())))
         with client_of(url, state) as client:
             num_answers = len(client.search(["matrix"]).results[0].answers)
         piece.wrong["no answer afterwards"] += num_answers != 10
@@ -435,7 +427,7 @@ def bodies(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
     return piece
 
 
-def heads(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
+def heads(piece: Piece, folder: Path, left: int, clock: Clock) -> Piece:
     """Rounds of 500 against a server that listens itself."""
     state = folder / "state"
     server = Server(write_bundle_of(folder / "bundle", "texts"), state)
@@ -443,13 +435,14 @@ def heads(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
     statuses = Counter[int]()
     try:
         before_mib = resident_mib(server.process.pid)
-        while piece.done < left and time.monotonic() < deadline:
-            number = min(ROUND, left - piece.done)
-            try:
-                statuses += ask_heads(url, partial(token_of, state), number, piece.done)
-            except AssertionError as error:
-                piece.wrong[str(error)[:200]] += 1
-            piece.done += number
+        with clock.working() as deadline:
+            while piece.done < left and time.monotonic() < deadline:
+                number = min(ROUND, left - piece.done)
+                try:
+                    statuses += ask_heads(url, partial(token_of, state), number, piece.done)
+                except AssertionError as error:
+                    piece.wrong[str(error)[:200]] += 1
+                piece.done += number
         with client_of(url, state) as client:
             num_answers = len(client.search(["matrix"]).results[0].answers)
         piece.wrong["no answer afterwards"] += num_answers != 10
