@@ -103,3 +103,38 @@ async def test_a_request_for_an_earlier_place_waits_for_no_update(
     finally:
         go_on.set()
         coordinator.close()
+
+
+async def test_what_a_late_request_began_is_there_for_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = write_bundle_of(tmp_path / "b", "texts")
+    config = ServeConfig(bundles={"default": str(bundle)}, state_dir=str(tmp_path / "state"))
+    coordinator = SnapshotCoordinator(config)
+    await coordinator.start()
+    go_on = threading.Event()
+    after_commits = Snapshot.after_commits
+    calls: list[None] = []
+
+    def slow(self: Snapshot, commits: Sequence[Commit]) -> Snapshot:
+        calls.append(None)
+        go_on.wait(60)
+        return after_commits(self, commits)
+
+    try:
+        searcher = Follower(config, coordinator.follow)
+        await searcher.start()
+        await coordinator.operate("default", [add("n1", TEXTS[0])])
+        reference = coordinator.current(None).reference
+        await coordinator.operate("default", [add("n2", TEXTS[1])])
+        await searcher._step(1.0)
+        monkeypatch.setattr(Snapshot, "after_commits", slow)
+        for _ in range(2):
+            with pytest.raises(ProblemError, match="with operation 1 is not here; ask again"):
+                await searcher.referenced(reference, 0.1)
+        go_on.set()
+        assert (await searcher.referenced(reference, 10)).reference == reference
+        assert len(calls) == 1
+    finally:
+        go_on.set()
+        coordinator.close()
