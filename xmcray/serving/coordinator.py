@@ -31,7 +31,7 @@ from xmcray.serving.metrics import coordinator_metrics
 from xmcray.serving.operations import check_operations
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.replicas import ALIVE_S, Replicas
-from xmcray.serving.settings import ServeConfig
+from xmcray.serving.settings import ServeConfig, absolute
 from xmcray.serving.snapshot import Snapshot
 from xmcray.serving.source import SnapshotSource
 from xmcray.serving.state_folder import StateFolder
@@ -216,7 +216,8 @@ class SnapshotCoordinator(SnapshotSource):
 
     async def _switch(self, model: _ServedModel, request: schema.SwapRequest) -> float:
         """Lets all replicas load a bundle and then answer from it; returns its recall."""
-        bundle = request.bundle
+        # Replicas, and this process after a restart, may run in another working folder.
+        bundle = absolute(request.bundle)
         snapshot = await self._in_loader(self._load, model.name, bundle)
         place = await self._in_worker(model.log.resume_place, snapshot.place)
         snapshot = snapshot.at(place)

@@ -253,6 +253,19 @@ async def test_a_swap_before_another_bundle_was_configured_is_over(
     assert len(set(versions)) == 3
 
 
+async def test_a_bundle_swapped_in_by_a_relative_path_is_found_from_another_folder(
+    bundle: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(other.parent)
+    async with served(tmp_path, {"default": bundle}) as one:
+        body = {"bundle": other.name, "recall_floor": 0}
+        answer = await one.ask("/admin/v1/swap", body, ADMIN)
+        assert answer.status_code == 200, answer.text
+    monkeypatch.chdir(tmp_path)
+    async with served(tmp_path, {"default": bundle}) as one:
+        assert one.models.current(None).version == answer.json()["version"]
+
+
 @pytest.mark.parametrize("was_relative", [False, True])
 def test_a_swap_stays_when_the_path_of_the_configured_bundle_is_absolute_now(
     was_relative: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
