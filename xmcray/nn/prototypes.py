@@ -35,7 +35,10 @@ class PrototypeNetwork(nn.Module):
         self.norm2 = nn.LayerNorm(dim)
         self.up = nn.Linear(dim, feed_forward)
         self.down = nn.Linear(feed_forward, dim)
-        self.bank = nn.Embedding(num_vectors, dim, sparse=True)
+        # Random values of its own would be replaced below, and on the device "meta" they take
+        # seconds, because PyTorch then imports its compiler.
+        bank_KD = torch.empty(num_vectors, dim)
+        self.bank = nn.Embedding.from_pretrained(bank_KD, freeze=False, sparse=True)
         # A label has three tokens. Each of these sizes is what one label needs.
         self._mask_sizes = [
             3 * 3,  # attention weights
