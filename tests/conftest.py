@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,8 @@ from shell import Shell
 from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from xmcray.data.corpus import Corpus
 
 OF_ONE_CLUSTER = "tests/on_ray/"
@@ -47,6 +50,17 @@ class _Shares(LoadScopeScheduling):
         """Leaves out a process that has just been started and knows of no tests yet."""
         if node in self.registered_collections:
             super()._reschedule(node)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _files_are_left_to_the_page_cache() -> Iterator[None]:
+    """Replaces `os.fsync`, which takes milliseconds: tests kill processes, but cut no power.
+
+    A descriptor that is not open is still an error.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
 
 
 @pytest.fixture

@@ -658,6 +658,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="first seed (default: %(default)s)")
     parser.add_argument("--kind", help="only files whose names end so, such as .npy")
     options = parser.parse_args()
+    os.fsync = os.fstat  # type: ignore[assignment]  # nothing here has to outlast a power cut
     logging.disable()  # of damaged checkpoints that are passed over
     # What asks for too much memory is to fail here, and not to end other processes of the machine.
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
