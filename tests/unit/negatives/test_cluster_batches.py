@@ -47,6 +47,7 @@ SETTINGS = [
     "log.validate_every=0",
 ]
 STEPS_PER_EPOCH = 5
+ONLY_LAST_CHECKPOINT = "log.checkpoint_every=25"
 VARIANTS = {"clusters alone": [], "and hard negatives": ["method.columns=hard", "negatives.hard=3"]}
 
 
@@ -154,11 +155,21 @@ def test_clusters_grow_with_the_epochs_and_hold_what_is_asked_for() -> None:
     assert config.num_clusters_at(0, 3) == 1, "fewer queries than a cluster wants: all of them"
 
 
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Watched]:
+    finished = {}
+    for name, settings in VARIANTS.items():
+        folder = tmp_path_factory.mktemp("undisturbed")
+        watched = Watched(folder, corpus, *settings, ONLY_LAST_CHECKPOINT)
+        finished[name] = watched.train()
+    return finished
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_clusters_come_with_each_version_and_hold_alike_queries(
-    corpus: Corpus, tmp_path: Path, variant: str
+    undisturbed: dict[str, Watched], variant: str
 ) -> None:
-    watched = Watched(tmp_path, corpus, *VARIANTS[variant]).train()
+    watched = undisturbed[variant]
     assert [watched.orders[step] for step in range(0, 25, STEPS_PER_EPOCH)] == [
         None,
         None,
@@ -178,14 +189,6 @@ def test_clusters_come_with_each_version_and_hold_alike_queries(
     group = torch.from_numpy(clusters.cluster[data.query_ids[:]])
     alike, similarity = group[:, None] == group, unit @ unit.T
     assert similarity[alike].mean() > similarity[~alike].mean() + 0.1
-
-
-@pytest.fixture(scope="module")
-def undisturbed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Watched]:
-    return {
-        name: Watched(tmp_path_factory.mktemp("undisturbed"), corpus, *settings).train()
-        for name, settings in VARIANTS.items()
-    }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -211,31 +214,39 @@ def test_cut_and_resumed(
     assert torch.equal(resumed.setup.method.answer_rows(), whole.setup.method.answer_rows())
 
 
-@pytest.mark.parametrize("cut", [8, 11, 17, 18])
-def test_eager_changes_the_order_only_where_an_epoch_starts(
-    corpus: Corpus, tmp_path: Path, cut: int
-) -> None:
+def eager(folder: Path, corpus: Corpus, *extra: str, cut: int = 0) -> Watched:
     """Versions 0 and 1 are published at steps 5 and 10, finished at 6 and 11, and noticed at once
     and at step 16.
     """
+    watched = Watched(folder, corpus, "negatives.schedule=eager", *extra, cut=cut, held=True)
+    refresher: Any = watched.loop.feed.refresher
+    watched.then = {6: refresher.finish, 11: refresher.finish}
+    return watched
 
-    def eager(folder: Path, cut: int = 0) -> Watched:
-        watched = Watched(folder, corpus, "negatives.schedule=eager", cut=cut, held=True)
-        refresher: Any = watched.loop.feed.refresher
-        watched.then = {6: refresher.finish, 11: refresher.finish}
-        return watched
 
-    whole = eager(tmp_path / "whole").train()
-    assert [whole.versions[step] for step in (5, 6, 15, 16)] == [None, 0, 0, 1]
-    assert [order and order[0] for order in whole.orders.values()] == [None] * 10 + [0] * 10 + [
-        1
-    ] * 5
+@pytest.fixture(scope="module")
+def whole_eager(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    return eager(tmp_path_factory.mktemp("eager"), corpus, ONLY_LAST_CHECKPOINT).train()
+
+
+def test_eager_changes_the_order_only_where_an_epoch_starts(whole_eager: Watched) -> None:
+    versions = whole_eager.versions
+    assert [versions[step] for step in (5, 6, 15, 16)] == [None, 0, 0, 1]
+    orders = [order and order[0] for order in whole_eager.orders.values()]
+    assert orders == [None] * 10 + [0] * 10 + [1] * 5
     for epoch in range(5):
-        assert sorted(whole.epoch(epoch)) == whole.setup.data.query_ids[:].tolist()
+        assert sorted(whole_eager.epoch(epoch)) == whole_eager.setup.data.query_ids[:].tolist()
+
+
+@pytest.mark.parametrize("cut", [8, 11, 17, 18])
+def test_eager_goes_on_with_the_same_batches(
+    corpus: Corpus, whole_eager: Watched, tmp_path: Path, cut: int
+) -> None:
     with pytest.raises(CutError):
-        eager(tmp_path / "cut", cut).train()
-    resumed = eager(tmp_path / "cut").train()
-    assert resumed.batches == {step: ids for step, ids in whole.batches.items() if step >= cut}
+        eager(tmp_path, corpus, cut=cut).train()
+    resumed = eager(tmp_path, corpus, ONLY_LAST_CHECKPOINT).train()
+    rest = {step: ids for step, ids in whole_eager.batches.items() if step >= cut}
+    assert resumed.batches == rest
 
 
 def test_finished_clusters_are_not_made_twice(
@@ -265,7 +276,7 @@ def test_finished_clusters_are_not_made_twice(
 
 
 def test_altered_clusters_are_refused(corpus: Corpus, tmp_path: Path) -> None:
-    Watched(tmp_path, corpus).train()
+    Watched(tmp_path, corpus, "optim.epochs=3").train()
     folder = Ledger(tmp_path / "negatives").newest_complete()
     assert folder is not None
     path = folder.path / "clusters.npy"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +22,9 @@ SHARE = 0.07  # of the labels can be answered
 K = 20
 
 
-def recall_of_view(factory: str, removes: bool) -> float:
-    """Share of the exact answers that are found where few labels can be answered."""
+@functools.cache
+def indexed_labels(factory: str) -> tuple[LabelIndex, np.ndarray, np.ndarray]:
+    """Indexed labels, queries, and which of the labels can be answered."""
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((NUM_LABELS, 16), dtype=np.float32)
     query_BD = rows[:100] + 0.3 * rng.standard_normal((100, 16), dtype=np.float32)
@@ -34,7 +36,12 @@ def recall_of_view(factory: str, removes: bool) -> float:
     labels = LabelIndex(
         settings, ShardedIndex((shard,), (index,)), np.arange(NUM_LABELS), table, none
     )
-    is_answer = rng.random(NUM_LABELS) < SHARE
+    return labels, query_BD, rng.random(NUM_LABELS) < SHARE
+
+
+def recall_of_view(factory: str, removes: bool) -> float:
+    """Share of the exact answers that are found where few labels can be answered."""
+    labels, query_BD, is_answer = indexed_labels(factory)
     if removes:
         view = dataclasses.replace(labels, removed=np.flatnonzero(~is_answer))
     else:
