@@ -25,6 +25,7 @@ SETTINGS = [
     "optim.batch_size=32",
     "optim.epochs=25",
     "optim.lr=0.03",
+    "log.checkpoint_every=1000",
 ]
 
 

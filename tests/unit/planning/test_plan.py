@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import runpy
@@ -66,6 +67,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return corpora.planted_corpus(tmp_path_factory.mktemp("planted"), side_width=5)
 
 
+@functools.cache
 def made(method: str = "astra", *settings: str, labels: float = 1e6, **options: Any) -> Plan:
     config = RunConfig.resolve(method, {}, settings)
     return plan(config, from_numbers(int(labels), 2_000_000, 12), A100, **options)
