@@ -50,7 +50,7 @@ PRIME = [
 OTHERS = {  # name: method, steps, settings
     "renee": (
         "renee",
-        10,
+        8,
         [
             "method.classifier.lr=3.0",
             "method.init=centroids",
@@ -59,10 +59,10 @@ OTHERS = {  # name: method, steps, settings
             "data.relevance=weight",
         ],
     ),
-    "dexml": ("dexml", 10, ["negatives.hard=0"]),
+    "dexml": ("dexml", 8, ["negatives.hard=0"]),
     "dexml, hard": (
         "dexml",
-        16,
+        12,
         [
             "method.columns=hard",
             "method.hard_per_query=2",
@@ -73,7 +73,7 @@ OTHERS = {  # name: method, steps, settings
     ),
     "dexml, softmax": (
         "dexml",
-        10,
+        8,
         [
             "negatives.hard=0",
             "method.loss=softmax",
@@ -86,10 +86,10 @@ OTHERS = {  # name: method, steps, settings
         5,  # each has dozens of collectives
         ["negatives.hard=0", "method.loss=soft_top_k", "method.temperature=0.5"],
     ),
-    "dexml, bce": ("dexml", 10, ["negatives.hard=0", "method.loss=bce", "method.columns=in_batch"]),
+    "dexml, bce": ("dexml", 8, ["negatives.hard=0", "method.loss=bce", "method.columns=in_batch"]),
     "dexml, cache": (
         "dexml",
-        10,
+        8,
         [
             "negatives.hard=0",
             "method.columns=cache",
@@ -100,17 +100,17 @@ OTHERS = {  # name: method, steps, settings
     ),
     "dexml, clusters": (
         "dexml",
-        16,
+        12,
         ["negatives.hard=0", "method.columns=in_batch", "negatives.cluster_size=4"],
     ),
     "prime": (
         "prime",
-        10,
+        8,
         ["negatives.hard=0", "method.num_negatives=4", "method.free_vectors=4", *PRIME],
     ),
     "prime, hard": (
         "prime",
-        16,
+        12,
         [
             "method.reduction=mean",
             "method.num_negatives=0",
@@ -121,12 +121,12 @@ OTHERS = {  # name: method, steps, settings
     ),
     "rae": (
         "rae",
-        16,
+        12,
         ["method.hard_per_query=2", "encoder.separate_labels=true", "data.relevance=weight"],
     ),
     "unidec": (
         "unidec",
-        16,
+        12,
         [
             "method.num_positives=1",
             "method.hard_per_query=2",
@@ -136,7 +136,7 @@ OTHERS = {  # name: method, steps, settings
     ),
     "unidec, pos-clf": (
         "unidec",
-        16,
+        12,
         [
             "method.num_positives=1",
             "method.hard_per_query=2",
@@ -147,7 +147,7 @@ OTHERS = {  # name: method, steps, settings
     ),
     "supcon": (
         "unidec",
-        10,
+        8,
         ["method.balance=1", "method.num_positives=0", "negatives.hard=0", "method.dropout=0"],
     ),
 }
@@ -156,7 +156,7 @@ OTHERS = {  # name: method, steps, settings
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("invariance")
-    return planted_corpus(folder, num_queries=131, num_labels=23, side_width=5, graded=True).path
+    return planted_corpus(folder, num_queries=101, num_labels=23, side_width=5, graded=True).path
 
 
 def train_on_rank(
@@ -202,7 +202,7 @@ def trained(
     num_ranks: int,
     settings: list[str],
     method: str = "astra",
-    steps: int = 16,
+    steps: int = 12,
 ) -> tuple[list[float], dict[str, Any]]:
     folder.mkdir(parents=True)
     common = ASTRA if method == "astra" else []
@@ -228,7 +228,7 @@ def test_ranks_train_the_same_model(corpus: Path, tmp_path: Path, kind: str) -> 
     ]
     # The optimisers differ in what they keep of each row, so one of them meets all numbers of ranks.
     counts = (2, 3, 4) if kind == "adagrad" else (3,)
-    check_ranks(corpus, tmp_path, settings, "astra", 16, counts)
+    check_ranks(corpus, tmp_path, settings, "astra", 12, counts)
 
 
 @pytest.mark.parametrize("name", OTHERS)
