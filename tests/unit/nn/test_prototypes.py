@@ -174,3 +174,11 @@ def test_clusters_that_the_network_does_not_have_are_refused(
 
     with pytest.raises(BundleError, match="expected clusters as a list of integers from 0 to 3"):
         load_label_side(tmp_path)
+
+
+def test_no_values_are_drawn_that_are_loaded_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device "meta" PyTorch would import its compiler for them, which takes seconds."""
+    monkeypatch.setattr(torch.nn.init, "normal_", lambda *_, **__: pytest.fail("drawn"))
+    with torch.device("meta"):
+        network = PrototypeNetwork(4, 8, 3, seed=None)
+    assert network.bank.weight.requires_grad
