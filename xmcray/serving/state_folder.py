@@ -113,15 +113,18 @@ def _is_same(before: str, now: str) -> bool:
     """Whether the same bundle was configured before.
 
     Args:
-        before: as it was written down; earlier versions left relative paths as they were.
+        before: as it was written down; earlier versions left paths as they were given.
         now: an absolute path, or a URL.
     """
-    if before == now:
-        return True
-    if is_url(before) or is_url(now) or Path(before).is_absolute():
-        return False
+    if is_url(before) or is_url(now):
+        return before == now
+    # As paths: a slash at the end makes no difference.
+    if Path(before).is_absolute():
+        return Path(before) == Path(now)
     names = Path(before).parts
-    return Path(now).parts[-len(names) :] == names
+    last_names = Path(now).parts
+    # "." has no names, and may be any folder.
+    return last_names[len(last_names) - len(names) :] == names
 
 
 def folder_name(model: str) -> str:

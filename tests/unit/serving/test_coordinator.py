@@ -25,9 +25,8 @@ from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.decisions import Decision, Update
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.schema import Filter, Operation, SwapRequest
-from xmcray.serving.settings import ServeConfig, with_absolute_paths
+from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
-from xmcray.serving.state_folder import StateFolder
 
 
 @pytest.fixture(scope="module")
@@ -264,26 +263,6 @@ async def test_a_bundle_swapped_in_by_a_relative_path_is_found_from_another_fold
     monkeypatch.chdir(tmp_path)
     async with served(tmp_path, {"default": bundle}) as one:
         assert one.models.current(None).version == answer.json()["version"]
-
-
-@pytest.mark.parametrize("was_relative", [False, True])
-def test_a_swap_stays_when_the_path_of_the_configured_bundle_is_absolute_now(
-    was_relative: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On Ray it is; in one process it is as given, and earlier versions wrote it down like that."""
-    monkeypatch.chdir(tmp_path)
-    relative = ServeConfig(bundles={"a": "bundles/b"}, state_dir=str(tmp_path))
-    (tmp_path / "a").mkdir()
-    StateFolder(relative, "a").remember("other", "0" * 64)
-    head = tmp_path / "a" / "head.json"
-    if was_relative:
-        head.write_text(head.read_text().replace(f"{tmp_path}/bundles/b", "bundles/b"))
-        assert '"bundles/b"' in head.read_text()
-    for config in (relative, with_absolute_paths(relative)):
-        assert StateFolder(config, "a").bundle() == ("other", "0" * 64)
-    for another in ("bundles/c", "b", "s3://bundles/b"):
-        config = dataclasses.replace(relative, bundles={"a": another})
-        assert StateFolder(config, "a").bundle()[1] is None
 
 
 async def test_a_replica_whose_snapshot_refuses_an_operation_loads_the_bundle_again(
