@@ -441,7 +441,9 @@ def _changed(snapshot: Snapshot, operations: Sequence[schema.Operation]) -> Snap
 
 
 def _caught_up(snapshot: Snapshot, label_log: LabelLog) -> Snapshot:
-    """The snapshot with all operations of the log."""
-    while commits := label_log.commits_after(snapshot.number):
-        snapshot = snapshot.after_commits(commits)
+    """The snapshot with all operations that the log has now."""
+    # Not with those that come meanwhile: they may come as fast as they are applied, without an end.
+    last = label_log.last
+    while snapshot.number < last:
+        snapshot = snapshot.after_commits(label_log.commits_after(snapshot.number))
     return snapshot

@@ -16,6 +16,7 @@ from served import ADMIN, served
 
 from xmcray.errors import OutOfMemoryError
 from xmcray.retrieval.labels import remove_labels
+from xmcray.serving import follower
 from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.follower import Follower
 from xmcray.serving.label_log import LabelLog
@@ -185,6 +186,7 @@ async def test_operations_reach_what_answers_while_the_loaded_bundle_catches_up(
                 hold.wait(60)
             return after_commits(self, commits)
 
+        monkeypatch.setattr(follower, "FEW_OPERATIONS", 0)
         monkeypatch.setattr(LabelLog, "commits_after", few)
         monkeypatch.setattr(Snapshot, "after_commits", slow)
         decide = one.admin._decide
@@ -262,4 +264,36 @@ async def test_a_replica_that_is_late_for_a_swap_loads_the_bundle_once(
         assert len(loads) == 1
     finally:
         hold.set()
+        coordinator.close()
+
+
+async def test_a_swap_ends_although_operations_come_as_fast_as_the_bundle_gets_them(
+    bundle: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ServeConfig(
+        bundles={"default": str(bundle)},
+        state_dir=str(tmp_path / "state"),
+        bundle_roots=(str(other.parent),),
+    )
+    coordinator = SnapshotCoordinator(config)
+    await coordinator.start()
+    loop = asyncio.get_running_loop()
+    after_commits = Snapshot.after_commits
+    added: list[str] = []
+
+    def slow(self: Snapshot, commits: Sequence[Commit]) -> Snapshot:
+        # Not while the last operations are applied, during which others wait.
+        if threading.current_thread().name.startswith("xmcray-loader") and len(added) < 20:
+            added.append(f"n{len(added)}")
+            operation = coordinator.operate("default", [add(added[-1], "sort join")])
+            asyncio.run_coroutine_threadsafe(operation, loop).result()
+        return after_commits(self, commits)
+
+    try:
+        await coordinator.operate("default", [add("first", "sort join")])
+        monkeypatch.setattr(Snapshot, "after_commits", slow)
+        await coordinator.swap("default", SwapRequest(bundle=str(other), recall_floor=0))
+        assert added == ["n0"]
+        assert coordinator.current(None).label_id("n0") is not None
+    finally:
         coordinator.close()
