@@ -45,7 +45,8 @@ class FollowedModel:
         passed: by version and place of an earlier snapshot, the commits that were applied to it at
             once. Requests may have begun between them elsewhere.
         dropped: versions that are no longer needed, and since when.
-        failure: see `ReplicaState`.
+        loading_epoch: of the last decision whose other bundle was to be loaded.
+        failure: why that bundle cannot be loaded; see `ReplicaState`.
         loads: by bundle, what makes its snapshot; until that is taken.
         catching_up: versions that get the operations that the one that answers has already.
     """
@@ -58,6 +59,7 @@ class FollowedModel:
         self.older: dict[tuple[str, LogPlace], tuple[float, Snapshot]] = {}
         self.passed: dict[tuple[str, LogPlace], Sequence[Commit]] = {}
         self.dropped: dict[str, float] = {}
+        self.loading_epoch = ""
         self.failure = ""
         self.loads: dict[ServedBundle, asyncio.Future[Snapshot]] = {}
         self.catching_up: dict[str, CatchUp] = {}
@@ -101,12 +103,10 @@ class FollowedModel:
 
         Its snapshot goes on answering until a version has the operations that there are.
         """
-        snapshot = self.newest.pop(version)
+        snapshot = self._drop(version)
         # The decision is no longer carried out: the coordinator repeats it until it is again.
         self.epoch = ""
         self.keep(snapshot)
-        self.dropped.pop(version, None)
-        self.catching_up.pop(version, None)
         if version == self.answering:
             self.answering = ""
             self.stale = snapshot
@@ -137,8 +137,7 @@ class FollowedModel:
         # Copies of the items, because the dictionaries shrink meanwhile.
         for version, since in list(self.dropped.items()):
             if since < limit:
-                del self.dropped[version]
-                del self.newest[version]
+                self._drop(version)
         for (version, place), (since, _) in list(self.older.items()):
             if since <= limit or version not in self.newest:
                 self._forget_older((version, place))
@@ -150,6 +149,14 @@ class FollowedModel:
         if self.stale is not None:
             snapshots.append(self.stale)
         return {snapshot.folder for snapshot in snapshots}
+
+    def _drop(self, version: str) -> Snapshot:
+        """Drops a version, and does not go on with its operations; returns its snapshot."""
+        self.dropped.pop(version, None)
+        catch_up = self.catching_up.pop(version, None)
+        if catch_up is not None:
+            catch_up.changed.cancel()
+        return self.newest.pop(version)
 
     def _forget_older(self, key: tuple[str, LogPlace]) -> None:
         del self.older[key]

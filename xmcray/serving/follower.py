@@ -20,7 +20,7 @@ from typing import Any
 from xmcray.errors import XmcrayError, one_line
 from xmcray.retrieval.bundle import KIND
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
-from xmcray.serving.decisions import Follow, ReplicaState, ServedBundle, Update
+from xmcray.serving.decisions import Decision, Follow, ReplicaState, ServedBundle, Update
 from xmcray.serving.followed_model import CatchUp, FollowedModel
 from xmcray.serving.log_place import Commit
 from xmcray.serving.problems import ProblemError
@@ -34,6 +34,7 @@ FOLLOW_S = 4.0  # longest wait for an update
 PRESENT_S = 2.0  # between signs of life while the bundle that answers is loaded
 LOADING_S = 0.2  # between updates while another bundle is loaded alongside
 RETRY_S = 0.5
+FEW_OPERATIONS = 64  # so many are applied at once also to a version that does not answer
 
 
 class Follower(SnapshotSource):
@@ -76,10 +77,15 @@ class Follower(SnapshotSource):
         """Follows the coordinator until cancelled. Without a coordinator, requests are still
         answered.
         """
-        while True:
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+        # On Python 3.11 a wait that is cancelled may end with a result or another error all the same.
+        while not task.cancelling():
             try:
                 await self._step(FOLLOW_S)
             except Exception as error:
+                if task.cancelling():
+                    break
                 log.warning(
                     "the coordinator cannot be followed (%s); trying again", one_line(error)
                 )
@@ -180,8 +186,10 @@ class Follower(SnapshotSource):
         for model in self._models.values():
             work += model.loads.values()
             work += [catch_up.changed for catch_up in model.catching_up.values()]
-        if work:
-            await asyncio.wait(work, timeout=LOADING_S, return_when=asyncio.FIRST_COMPLETED)
+        # A load that is over may have to stay until another one is.
+        unfinished = [future for future in work if not future.done()]
+        if unfinished:
+            await asyncio.wait(unfinished, timeout=LOADING_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def _carry_out(self, name: str, update: Update) -> None:
         model = self._models[name]
@@ -203,17 +211,14 @@ class Follower(SnapshotSource):
             model.dropped.pop(version, None)
         model.drop_loads(needed)
         # The same version may be at another path; the one that answers is loaded from its own.
-        is_done = await self._is_loaded(name, bundle, waits=not model.answering)
+        is_loaded = await self._is_loaded(name, bundle, waits=not model.answering)
         # A version that was just loaded answers when it has the operations that there are.
-        if is_done and model.newest[bundle.version].number >= update.last:
+        if is_loaded and model.newest[bundle.version].number >= update.last:
             model.answering = bundle.version
             model.stale = None
         for version in model.newest.keys() - versions - {model.answering}:
             model.dropped.setdefault(version, time.monotonic())
-        if decision.epoch != model.epoch:
-            model.failure = ""
-        if is_done and decision.loading and not model.failure:
-            is_done = await self._is_loaded_alongside(name, decision.loading)
+        is_done = is_loaded and await self._is_loaded_alongside(name, decision)
         # Last: the epoch tells the coordinator that the decision is carried out.
         if is_done and model.answering == bundle.version and not model.catching_up:
             model.epoch = decision.epoch
@@ -221,17 +226,18 @@ class Follower(SnapshotSource):
     async def _apply(self, name: str, update: Update) -> None:
         """Applies operations to the versions that lack them.
 
-        Nothing waits for versions that are further behind than the one that answers: a large label
-        log takes minutes.
+        Nothing waits for versions that are far behind the one that answers: a large label log takes
+        minutes. It waits for those that are a little behind, because they would never be level with
+        the one that answers if operations came all the time.
         """
         model = self._models[name]
+        # The snapshot before the update.
         first = model.newest.get(model.answering or update.decision.bundle.version)
         for version, snapshot in list(model.newest.items()):
             commits = update.commits.get(version)
             if not commits:
                 continue
-            # `first` stays the snapshot before the update.
-            if first is None or snapshot.number != first.number:
+            if first is None or first.number - snapshot.number > FEW_OPERATIONS:
                 loop = asyncio.get_running_loop()
                 changed = loop.run_in_executor(self._loader, snapshot.after_commits, commits)
                 model.catching_up[version] = CatchUp(snapshot, commits, changed)
@@ -247,11 +253,9 @@ class Follower(SnapshotSource):
             if not catch_up.changed.done():
                 continue
             del model.catching_up[version]
-            # Meanwhile it may have been dropped.
-            if model.newest.get(version) is catch_up.snapshot:
-                with self._loading_again(name, version):
-                    changed = catch_up.changed.result()
-                    model.replace(catch_up.snapshot, changed, catch_up.commits)
+            with self._loading_again(name, version):
+                changed = catch_up.changed.result()
+                model.replace(catch_up.snapshot, changed, catch_up.commits)
 
     @contextlib.contextmanager
     def _loading_again(self, name: str, version: str) -> Iterator[None]:
@@ -295,9 +299,16 @@ class Follower(SnapshotSource):
             raise
         return True
 
-    async def _is_loaded_alongside(self, name: str, bundle: ServedBundle) -> bool:
-        """Whether the load of a decision's other bundle is over, or failed."""
+    async def _is_loaded_alongside(self, name: str, decision: Decision) -> bool:
+        """Whether a decision has no other bundle, or its load is over or failed."""
         model = self._models[name]
+        bundle = decision.loading
+        # Once for each decision, even if it takes long to be carried out for another reason.
+        if decision.epoch != model.loading_epoch:
+            model.loading_epoch = decision.epoch
+            model.failure = ""
+        if bundle is None or model.failure:
+            return True
         try:
             return await self._is_loaded(name, bundle, waits=False)
         except XmcrayError as error:

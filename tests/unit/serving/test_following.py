@@ -1,0 +1,211 @@
+"""A replica follows its coordinator without asking again and again, until it is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bundles import write_bundle_of
+from operations import add
+
+from xmcray.errors import OutOfMemoryError
+from xmcray.retrieval.labels import remove_labels
+from xmcray.serving import follower
+from xmcray.serving.coordinator import SnapshotCoordinator
+from xmcray.serving.decisions import Decision, ReplicaState, ServedBundle, Update
+from xmcray.serving.followed_model import CatchUp
+from xmcray.serving.follower import Follower
+from xmcray.serving.log_place import BEGINNING, Commit
+from xmcray.serving.schema import SwapRequest
+from xmcray.serving.settings import ServeConfig
+from xmcray.serving.snapshot import Snapshot
+
+MISSING = ServedBundle("missing", "3" * 64, BEGINNING)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bundle_of(tmp_path_factory.mktemp("following") / "b", "texts")
+
+
+@pytest.fixture(scope="module")
+def other(bundle: Path) -> Path:
+    path = bundle.with_name("other")
+    remove_labels(bundle, ["u3"], path)
+    return path
+
+
+class Decided:
+    """A coordinator without operations; counts how often it is asked."""
+
+    def __init__(self, path: Path) -> None:
+        self.bundle = served_bundle(path)
+        self.decision = Decision(self.bundle)
+        self.config = ServeConfig(bundles={"default": str(path)})
+        self.num_asked = 0
+
+    async def follow(
+        self, _: str, states: Mapping[str, ReplicaState], wait_s: float
+    ) -> dict[str, Update]:
+        self.num_asked += 1
+        if states["default"].epoch == self.decision.epoch:
+            await asyncio.sleep(wait_s)
+            return {}
+        return {"default": Update(self.decision, 0, {})}
+
+
+def served_bundle(path: Path) -> ServedBundle:
+    version = Snapshot.load(str(path), "default", 1).version
+    return ServedBundle(str(path), version, BEGINNING)
+
+
+async def test_a_bundle_that_waits_for_another_load_is_no_reason_to_ask_at_once(
+    bundle: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decided = Decided(bundle)
+    replica = Follower(decided.config, decided.follow)
+    await replica.start()
+    hold_other = threading.Event()
+    hold_missing = threading.Event()
+    load = Follower._load
+
+    def slow(self: Follower, name: str, served: ServedBundle) -> Snapshot:
+        (hold_missing if served == MISSING else hold_other).wait(60)
+        return load(self, name, served)
+
+    monkeypatch.setattr(Follower, "_load", slow)
+    alongside = served_bundle(other)
+    running = None
+    try:
+        # The replica was silent while the coordinator decided on the missing bundle.
+        for decision in (
+            Decision(decided.bundle, loading=alongside),
+            Decision(MISSING, loading=alongside),
+        ):
+            decided.decision = decision
+            await replica._step(0)
+        hold_other.set()
+        async with asyncio.timeout(30):
+            await asyncio.wait([replica._models["default"].loads[alongside]])
+        decided.num_asked = 0
+        running = asyncio.create_task(replica.run())
+        await asyncio.sleep(1)
+        assert decided.num_asked <= 1 / follower.LOADING_S + 1
+    finally:
+        hold_other.set()
+        hold_missing.set()
+        if running:
+            running.cancel()
+
+
+async def test_a_bundle_that_cannot_be_loaded_is_tried_once(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the decision is not carried out yet, because a version catches up."""
+    decided = Decided(bundle)
+    replica = Follower(decided.config, decided.follow)
+    await replica.start()
+    attempts: list[None] = []
+
+    def fails(*_: Any) -> Snapshot:
+        attempts.append(None)
+        raise OutOfMemoryError("it needs 9 GB, expected 1 GB")
+
+    monkeypatch.setattr(Follower, "_load", fails)
+    model = replica._models["default"]
+    snapshot = model.newest[decided.bundle.version]
+    unfinished = asyncio.get_running_loop().create_future()
+    model.catching_up["dropped"] = CatchUp(snapshot, [], unfinished)
+    decided.decision = Decision(decided.bundle, loading=MISSING)
+    for _ in range(5):
+        await replica._step(0)
+    del model.catching_up["dropped"]
+    await replica._step(0)
+    assert len(attempts) == 1
+    assert model.state().epoch == decided.decision.epoch
+    assert "9 GB" in model.state().failure
+
+
+async def test_a_replica_that_is_cancelled_ends_whatever_its_wait_raises(
+    bundle: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On Python 3.11 a condition raises RuntimeError if its wait is cancelled twice."""
+    decided = Decided(bundle)
+
+    async def fails(*arguments: Any) -> dict[str, Update]:
+        try:
+            return await decided.follow(*arguments)
+        except asyncio.CancelledError:
+            raise RuntimeError("Lock is not acquired.") from None
+
+    replica = Follower(decided.config, fails)
+    await replica.start()
+    running = asyncio.create_task(replica.run())
+    await asyncio.sleep(0.1)
+    running.cancel()
+    await asyncio.wait([running], timeout=follower.RETRY_S / 2)
+    assert running.done()
+    assert not caplog.records
+
+
+async def test_a_bundle_gets_level_while_operations_come_all_the_time(
+    bundle: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them takes longer than the wait between two updates."""
+    after_commits = Snapshot.after_commits
+
+    def slow(self: Snapshot, commits: Sequence[Commit]) -> Snapshot:
+        time.sleep(0.05)
+        return after_commits(self, commits)
+
+    config = ServeConfig(
+        bundles={"default": str(bundle)},
+        state_dir=str(tmp_path / "state"),
+        bundle_roots=(str(other.parent),),
+    )
+    coordinator = SnapshotCoordinator(config)
+    await coordinator.start()
+    try:
+        replica = Follower(config, coordinator.follow)
+        await replica.start()
+        await coordinator.operate("default", [add("first", "sort join")])
+        monkeypatch.setattr(Snapshot, "after_commits", slow)
+        monkeypatch.setattr(follower, "LOADING_S", 0.01)
+        request = SwapRequest(bundle=str(other), recall_floor=0)
+        swap = asyncio.create_task(coordinator.swap("default", request))
+        before = replica.current(None).version
+        for number in range(40):
+            await coordinator.operate("default", [add(f"n{number}", "sort join")])
+            await replica._step(0.1)
+            if replica.current(None).version != before:
+                break
+        assert replica.current(None).version != before
+        assert replica.current(None).number == coordinator.current(None).number
+        await swap
+    finally:
+        coordinator.close()
+
+
+async def test_a_version_that_is_dropped_no_longer_catches_up(bundle: Path) -> None:
+    decided = Decided(bundle)
+    replica = Follower(decided.config, decided.follow)
+    await replica.start()
+    model = replica._models["default"]
+    snapshot = model.newest[decided.bundle.version]
+    loop = asyncio.get_running_loop()
+    catch_ups = []
+    for drop in (model.drop_stale, lambda _: model.forget(0)):
+        catch_ups.append(CatchUp(snapshot, [], loop.create_future()))
+        model.newest[snapshot.version] = snapshot
+        model.dropped[snapshot.version] = 0
+        model.catching_up[snapshot.version] = catch_ups[-1]
+        drop(snapshot.version)
+        assert not model.catching_up
+        assert not model.newest
+        assert not model.dropped
+    assert all(catch_up.changed.cancelled() for catch_up in catch_ups)
