@@ -73,8 +73,12 @@ class FollowedModel:
             if version not in self.catching_up:
                 places[version] = snapshot.place
         # Nor is the decision carried out until then.
-        epoch = "" if self.catching_up else self.epoch
+        epoch = "" if self.is_behind() else self.epoch
         return ReplicaState(epoch, self.answering, places, self.failure)
+
+    def is_behind(self) -> bool:
+        """Whether a version that is needed is catching up."""
+        return bool(self.catching_up.keys() - self.dropped.keys())
 
     def replace(self, old: Snapshot, new: Snapshot, commits: Sequence[Commit]) -> None:
         """Sets the newest snapshot of a version.
@@ -138,7 +142,10 @@ class FollowedModel:
         for version, since in list(self.dropped.items()):
             if since < limit:
                 self._drop(version)
-        for (version, place), (since, _) in list(self.older.items()):
+        for (version, place), (since, snapshot) in list(self.older.items()):
+            # Requests still begin with it elsewhere, as they do here.
+            if snapshot is self.stale:
+                continue
             if since <= limit or version not in self.newest:
                 self._forget_older((version, place))
         return num_versions - len(self.newest)

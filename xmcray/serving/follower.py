@@ -220,7 +220,7 @@ class Follower(SnapshotSource):
             model.dropped.setdefault(version, time.monotonic())
         is_done = is_loaded and await self._is_loaded_alongside(name, decision)
         # Last: the epoch tells the coordinator that the decision is carried out.
-        if is_done and model.answering == bundle.version and not model.catching_up:
+        if is_done and model.answering == bundle.version and not model.is_behind():
             model.epoch = decision.epoch
 
     async def _apply(self, name: str, update: Update) -> None:

@@ -131,6 +131,48 @@ async def test_a_bundle_that_cannot_be_loaded_is_tried_once(
     assert "9 GB" in model.state().failure
 
 
+async def test_no_decision_waits_for_a_version_that_is_not_needed_any_more(
+    bundle: Path, other: Path
+) -> None:
+    """One of a swap that failed may be minutes behind, and the next swap begins meanwhile."""
+    decided = Decided(bundle)
+    replica = Follower(decided.config, decided.follow)
+    await replica.start()
+    model = replica._models["default"]
+    failed = Snapshot.load(str(other), "default", 1)
+    unfinished = asyncio.get_running_loop().create_future()
+    model.newest[failed.version] = failed
+    model.catching_up[failed.version] = CatchUp(failed, [], unfinished)
+    decided.decision = Decision(decided.bundle)
+    await replica._step(0)
+    assert model.state().epoch == decided.decision.epoch
+    decided.decision = Decision(decided.bundle, loading=served_bundle(other))
+    await replica._step(0)
+    assert not model.state().epoch, "it is needed again"
+
+
+async def test_other_processes_are_answered_from_what_answers_while_a_bundle_is_loaded_again(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decided = Decided(bundle)
+    replica = Follower(decided.config, decided.follow)
+    await replica.start()
+
+    def fails(*_: Any) -> Snapshot:
+        raise OutOfMemoryError("it needs 9 GB, expected 1 GB")
+
+    snapshot = replica.current(None)
+    with monkeypatch.context() as patched:
+        patched.setattr(Follower, "_load", fails)
+        replica._models["default"].drop_stale(snapshot.version)
+        with pytest.raises(OutOfMemoryError):
+            await replica._step(0)
+        assert replica.current(None) is snapshot
+        assert await replica.referenced(snapshot.reference, 0.1) is snapshot
+    await replica._step(0)
+    assert replica.current(None) is not snapshot
+
+
 async def test_a_replica_that_is_cancelled_ends_whatever_its_wait_raises(
     bundle: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
