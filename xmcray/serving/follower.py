@@ -31,8 +31,8 @@ from xmcray.storage.cache import release_copies
 
 log = logging.getLogger("xmcray.serving")
 FOLLOW_S = 4.0  # longest wait for an update
-PRESENT_S = 2.0  # between signs of life while the bundle that answers is loaded
-LOADING_S = 0.2  # between updates while another bundle is loaded alongside
+PRESENT_S = 2.0  # between signs of life while operations are applied
+LOADING_S = 0.2  # between updates while a bundle is loaded or catches up
 RETRY_S = 0.5
 FEW_OPERATIONS = 64  # so many are applied at once also to a version that does not answer
 
@@ -211,14 +211,14 @@ class Follower(SnapshotSource):
             model.dropped.pop(version, None)
         model.drop_loads(needed)
         # The same version may be at another path; the one that answers is loaded from its own.
-        is_loaded = await self._is_loaded(name, bundle, waits=not model.answering)
+        is_loaded = self._is_loaded(name, bundle)
         # A version that was just loaded answers when it has the operations that there are.
         if is_loaded and model.newest[bundle.version].number >= update.last:
             model.answering = bundle.version
             model.stale = None
         for version in model.newest.keys() - versions - {model.answering}:
             model.dropped.setdefault(version, time.monotonic())
-        is_done = is_loaded and await self._is_loaded_alongside(name, decision)
+        is_done = is_loaded and self._is_loaded_alongside(name, decision)
         # Last: the epoch tells the coordinator that the decision is carried out.
         if is_done and model.answering == bundle.version and not model.is_behind():
             model.epoch = decision.epoch
@@ -267,14 +267,14 @@ class Follower(SnapshotSource):
             log.error("model %s: %s; loading the bundle again", name, one_line(error))
             self._models[name].drop_stale(version)
 
-    async def _is_loaded(self, name: str, bundle: ServedBundle, *, waits: bool) -> bool:
+    def _is_loaded(self, name: str, bundle: ServedBundle) -> bool:
         """Whether a bundle is loaded; begins to load it otherwise.
+
+        Nothing waits for the load: it may take minutes, and operations are applied meanwhile.
 
         Args:
             name: name of the model.
             bundle: the bundle.
-            waits: whether to wait for the load. While another version answers nothing does: it may
-                take minutes, and operations are applied meanwhile.
         Raises:
             XmcrayError: it cannot be loaded. The next call tries again.
         """
@@ -287,8 +287,6 @@ class Follower(SnapshotSource):
             # If it fails or is dropped.
             self._holds_more = True
         load = model.loads[bundle]
-        if waits:
-            await asyncio.wait([load])
         if not load.done():
             return False
         del model.loads[bundle]
@@ -299,7 +297,7 @@ class Follower(SnapshotSource):
             raise
         return True
 
-    async def _is_loaded_alongside(self, name: str, decision: Decision) -> bool:
+    def _is_loaded_alongside(self, name: str, decision: Decision) -> bool:
         """Whether a decision has no other bundle, or its load is over or failed."""
         model = self._models[name]
         bundle = decision.loading
@@ -310,7 +308,7 @@ class Follower(SnapshotSource):
         if bundle is None or model.failure:
             return True
         try:
-            return await self._is_loaded(name, bundle, waits=False)
+            return self._is_loaded(name, bundle)
         except XmcrayError as error:
             model.failure = str(error)
         except Exception as error:  # a mistake of ours; the coordinator refuses the swap
@@ -336,8 +334,8 @@ class Follower(SnapshotSource):
 
     @contextlib.asynccontextmanager
     async def _showing_presence(self) -> AsyncIterator[None]:
-        """Shows the coordinator every few seconds that this replica lives: large bundles load for
-        minutes.
+        """Shows the coordinator every few seconds that this replica lives: many operations are
+        applied for minutes.
         """
 
         async def show() -> None:

@@ -323,7 +323,7 @@ async def test_a_replica_loads_what_answers_from_its_own_path(bundle: Path, tmp_
 
     replica = follower.Follower(config, follow)
     try:
-        await replica._step(1.0)
+        await replica.start()
         assert replica.current(None).version == coordinator.current(None).version
     finally:
         coordinator.close()

@@ -64,6 +64,12 @@ def served_bundle(path: Path) -> ServedBundle:
     return ServedBundle(str(path), version, BEGINNING)
 
 
+async def steps(replica: Follower) -> None:
+    """As many as a load needs that fails at once."""
+    for _ in range(10):
+        await replica._step(0.1)
+
+
 async def test_a_bundle_that_waits_for_another_load_is_no_reason_to_ask_at_once(
     bundle: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,11 +172,52 @@ async def test_other_processes_are_answered_from_what_answers_while_a_bundle_is_
         patched.setattr(Follower, "_load", fails)
         replica._models["default"].drop_stale(snapshot.version)
         with pytest.raises(OutOfMemoryError):
-            await replica._step(0)
+            await steps(replica)
         assert replica.current(None) is snapshot
         assert await replica.referenced(snapshot.reference, 0.1) is snapshot
-    await replica._step(0)
-    assert replica.current(None) is not snapshot
+    async with asyncio.timeout(30):
+        while replica.current(None) is snapshot:
+            await replica._step(0)
+
+
+async def test_operations_reach_a_model_while_the_bundle_of_another_is_loaded_again(
+    bundle: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ServeConfig(
+        bundles={"a": str(bundle), "b": str(other)}, state_dir=str(tmp_path / "state")
+    )
+    coordinator = SnapshotCoordinator(config)
+    await coordinator.start()
+    hold = threading.Event()
+    load = Follower._load
+
+    def slow(*arguments: Any) -> Snapshot:
+        hold.wait(60)
+        return load(*arguments)
+
+    running = None
+    try:
+        replica = Follower(config, coordinator.follow)
+        await replica.start()
+        monkeypatch.setattr(Follower, "_load", slow)
+        model = replica._models["a"]
+        model.drop_stale(model.answering)
+        running = asyncio.create_task(replica.run())
+        await asyncio.sleep(0.1)
+        await coordinator.operate("b", [add("n1", "sort join")])
+        async with asyncio.timeout(10):
+            while replica.current("b").number < 1:
+                await asyncio.sleep(0.01)
+        assert not model.answering
+        hold.set()
+        async with asyncio.timeout(10):
+            while not model.answering:
+                await asyncio.sleep(0.01)
+    finally:
+        hold.set()
+        if running:
+            running.cancel()
+        coordinator.close()
 
 
 async def test_a_replica_that_is_cancelled_ends_whatever_its_wait_raises(

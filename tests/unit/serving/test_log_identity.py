@@ -196,9 +196,9 @@ async def test_a_request_of_a_lost_log_waits_for_no_number_of_the_new_one(
     lost = follower.current(None).reference
     async with coordinating(config) as second:
         follower._follow = second.follow
-        await follower._step(0.1)
-        assert follower.current(None).number == 0
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
+            while follower.current(None).number:
+                await follower._step(0.1)
             snapshot = await follower.referenced(lost, 60)
         assert snapshot.label_id("lost") is not None
 
@@ -296,8 +296,11 @@ async def test_the_service_answers_while_a_replica_loads_again(
     async with coordinating(config) as second:
         follower._follow = second.follow
         service = Service(config, follower)
-        done = asyncio.create_task(follower._step(0.1))
-        while not done.done():
-            assert service.models().models[0].label_log in (0, 1)
-            await asyncio.sleep(0)
+        running = asyncio.create_task(follower.run())
+        async with asyncio.timeout(30):
+            while service.models().models[0].label_log:
+                assert service.models().models[0].label_log == 1
+                assert not running.done()
+                await asyncio.sleep(0)
+        running.cancel()
         assert follower.current(None).label_id("lost") is None
