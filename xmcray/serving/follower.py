@@ -231,13 +231,15 @@ class Follower(SnapshotSource):
         the one that answers if operations came all the time.
         """
         model = self._models[name]
-        # The snapshot before the update.
-        first = model.newest.get(model.answering or update.decision.bundle.version)
+        # Where the one that answers is before the update; if there is none, where one has to get to.
+        current = update.last
+        if model.answering:
+            current = model.newest[model.answering].number
         for version, snapshot in list(model.newest.items()):
             commits = update.commits.get(version)
             if not commits:
                 continue
-            if first is None or first.number - snapshot.number > FEW_OPERATIONS:
+            if current - snapshot.number > FEW_OPERATIONS:
                 loop = asyncio.get_running_loop()
                 changed = loop.run_in_executor(self._loader, snapshot.after_commits, commits)
                 model.catching_up[version] = CatchUp(snapshot, commits, changed)

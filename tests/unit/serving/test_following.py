@@ -180,8 +180,9 @@ async def test_other_processes_are_answered_from_what_answers_while_a_bundle_is_
             await replica._step(0)
 
 
+@pytest.mark.parametrize("part", ["load", "catch-up"])
 async def test_operations_reach_a_model_while_the_bundle_of_another_is_loaded_again(
-    bundle: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundle: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     config = ServeConfig(
         bundles={"a": str(bundle), "b": str(other)}, state_dir=str(tmp_path / "state")
@@ -190,20 +191,32 @@ async def test_operations_reach_a_model_while_the_bundle_of_another_is_loaded_ag
     await coordinator.start()
     hold = threading.Event()
     load = Follower._load
+    after_commits = Snapshot.after_commits
 
-    def slow(*arguments: Any) -> Snapshot:
+    def slow_load(*arguments: Any) -> Snapshot:
         hold.wait(60)
         return load(*arguments)
 
+    def slow_catch_up(self: Snapshot, commits: Sequence[Commit]) -> Snapshot:
+        if self.model == "a":
+            hold.wait(60)
+        return after_commits(self, commits)
+
     running = None
     try:
+        many = [add(f"n{number}", "sort join") for number in range(follower.FEW_OPERATIONS + 1)]
+        await coordinator.operate("a", many)
         replica = Follower(config, coordinator.follow)
         await replica.start()
-        monkeypatch.setattr(Follower, "_load", slow)
+        if part == "load":
+            monkeypatch.setattr(Follower, "_load", slow_load)
+        else:
+            monkeypatch.setattr(Snapshot, "after_commits", slow_catch_up)
         model = replica._models["a"]
         model.drop_stale(model.answering)
         running = asyncio.create_task(replica.run())
-        await asyncio.sleep(0.1)
+        # Until the load or the catch-up has begun.
+        await asyncio.sleep(1)
         await coordinator.operate("b", [add("n1", "sort join")])
         async with asyncio.timeout(10):
             while replica.current("b").number < 1:
