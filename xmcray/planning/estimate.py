@@ -35,6 +35,8 @@ _SNAPSHOT = "copy of a checkpoint that is being written"
 _CAUTION = 1.5  # of a time that decides whether a run can be repeated
 _MACHINE_DEVICES = 8  # of most machines with such devices
 _TRACED_LABELS = 2_000_000  # of a rank; of more, two traces give a straight line
+_TRACED_PIECES = 4  # the same of the pieces in which a rank encodes all its labels
+_FEWEST_TRACED = 1024  # labels, so that a batch has its positives among them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +175,16 @@ class _Training:
         return sizes.num_found(self.config.negatives, self.data.positives_per_query)
 
     @property
+    def traced_labels(self) -> int:
+        """The most labels of a rank of which a step is traced."""
+        piece = self.config.optim.micro_batch
+        if piece and getattr(self.config.method, "columns", "") == "all":
+            # Each piece of a step takes time to trace, and each is like the others.
+            few = max(_FEWEST_TRACED, _TRACED_PIECES * piece)
+            return min(_TRACED_LABELS, few)
+        return _TRACED_LABELS
+
+    @property
     def first_spread(self) -> Spread:
         """How the rows lie that the first version of the negatives indexes."""
         starts_anywhere = getattr(self.config.method, "init", "") in ("random", "zeros")
@@ -252,7 +264,7 @@ def _traced(training: _Training) -> Trace:
     data = training.data
     rates = training.rates
     workers = training.workers
-    num_labels = _TRACED_LABELS * workers
+    num_labels = training.traced_labels * workers
     if data.num_labels <= num_labels:
         return trace(config, data, rates, workers)
     few = dataclasses.replace(data, num_labels=num_labels, label_share_L=None)
@@ -492,6 +504,6 @@ def _assumptions(training: _Training) -> list[str]:
         else:
             shared = "the cores that workers leave, and those of workers that wait for them"
             notes.append(f"index actors have {shared if rates.cores else 'their own cores'}")
-    if training.rows > _TRACED_LABELS:
+    if training.rows > training.traced_labels:
         notes.append("what a step takes grows along a straight line with the number of labels")
     return notes

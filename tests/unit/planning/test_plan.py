@@ -313,6 +313,19 @@ def test_very_many_labels_are_planned_on_a_straight_line() -> None:
     assert many.step_seconds == pytest.approx(few.step_seconds, rel=0.3)
 
 
+def test_pieces_of_all_labels_are_planned_on_a_straight_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each piece that a step encodes takes time to trace: 10^5 labels took minutes."""
+    settings = ("encoder.dim=16", "optim.micro_batch=256")
+    on_line = made("dexml", *settings, labels=6000, workers=1)
+    monkeypatch.setattr("xmcray.planning.estimate._TRACED_PIECES", 100)
+    traced = made("dexml", *settings, labels=6000, workers=1)
+    assert on_line.step_seconds == pytest.approx(traced.step_seconds, rel=0.05)
+    assert on_line.worker_bytes == pytest.approx(traced.worker_bytes, rel=0.02)
+    assert "straight line" in on_line.assumptions[-1]
+
+
 def test_what_cannot_fit_is_refused_with_settings_that_would() -> None:
     with pytest.raises(ResourceError) as caught:
         made("astra", "encoder.dim=256", labels=1e8, workers=1)
