@@ -276,6 +276,8 @@ async def test_a_release_that_a_load_put_off_is_made_up_for(
         replica = Follower(config, coordinator.follow)
         await replica.start()
         model = replica._models["default"]
+        # The release after the first load, which would release this copy too.
+        replica._loader.submit(lambda: None).result()
         old = local_copy(f"file://{bundles[1]}", KIND)
         old_snapshot = model.newest[model.answering]
         model.newest["old"] = dataclasses.replace(old_snapshot, folder=old)
