@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from documents import ROOT
 from heads import free_ports
 from planted import write_planted
+
+from xmcray import api
+from xmcray.errors import XmcrayError
 
 
 def blocks_of_page() -> str:
@@ -68,3 +72,25 @@ def test_the_notebook_ends_with_an_answer(
     answers = [answer.uid for answer in names["result"].answers]
     assert len(answers) == 3
     assert set(answers) <= set(names["labels"].uid)
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (
+            {"uid": ["a", "a"], "text": ["x", "y"], "labels": [["l"], ["l"]]},
+            r"^tables \(train row 2\): duplicate uid 'a'; repair",
+        ),
+        ({"uid": ["a"], "body": ["x"]}, r"^tables \(train\) has no column text"),
+        (None, "^there is no table train, expected labels, train and perhaps test; add it$"),
+    ],
+)
+def test_a_mistake_in_a_table_names_the_table(
+    tmp_path: Path, train: dict[str, list[object]] | None, message: str
+) -> None:
+    tables = {"labels": pd.DataFrame({"uid": ["l"], "text": ["label"]})}
+    if train is not None:
+        tables["train"] = pd.DataFrame(train)
+    with pytest.raises(XmcrayError, match=message):
+        api.prepare(tables, tmp_path / "out", progress=False)

@@ -189,24 +189,3 @@ def test_a_table_with_mixed_types_is_one_line() -> None:
         preparing._raw_tables({"labels": table, "train": table}, None, None, None, False),
     ):
         pass
-
-
-@pytest.mark.parametrize(
-    ("train", "message"),
-    [
-        (
-            {"uid": ["a", "a"], "text": ["x", "y"], "labels": [["l"], ["l"]]},
-            r"^tables \(train row 2\): duplicate uid 'a'; repair",
-        ),
-        ({"uid": ["a"], "body": ["x"]}, r"^tables \(train\) has no column text"),
-        (None, "^there is no table train, expected labels, train and perhaps test; add it$"),
-    ],
-)
-def test_a_mistake_in_a_table_names_the_table(
-    tmp_path: Path, train: dict[str, list[object]] | None, message: str
-) -> None:
-    tables = {"labels": pd.DataFrame({"uid": ["l"], "text": ["label"]})}
-    if train is not None:
-        tables["train"] = pd.DataFrame(train)
-    with pytest.raises(XmcrayError, match=message):
-        api.prepare(tables, tmp_path / "out", progress=False)
