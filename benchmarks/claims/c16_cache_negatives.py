@@ -42,7 +42,6 @@ def make(full: bool) -> Claim:
         " cache, or one for each query from its 20 nearest labels, found once after the first epoch. In-batch alone is"
         " shown for comparison.",
         metrics=("P@1", "P@5", "PSP@5", "R@100"),
-        seeds=10,
     )
 
 

@@ -29,6 +29,9 @@ def make(full: bool) -> Claim:
         " indexes are tuned as in every training. 'The same' is within a point; the limit is ours.",
         metrics=("P@1", "P@5", "PSP@5"),
         seeds=10,
+        slow=["graph"],
+        reason="seed 4 went wrong with every index, with P@1 of 70.0 to 74.2, and there inverted lists are 3.8 points below"
+        " exact search. Why is not known. The other seeds have 76.2 to 77.4, and differ by a point at most.",
     )
 
 
