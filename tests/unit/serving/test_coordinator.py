@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bundles import write_bundle_of
 from operations import add
 from served import ADMIN, Served, served
 
@@ -27,18 +26,6 @@ from xmcray.serving.problems import ProblemError
 from xmcray.serving.schema import Filter, Operation, SwapRequest
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bundle_of(tmp_path_factory.mktemp("coordinator") / "b", "texts")
-
-
-@pytest.fixture(scope="module")
-def other(bundle: Path) -> Path:
-    path = bundle.with_name("other")
-    remove_labels(bundle, ["u3"], path)
-    return path
 
 
 def inside(one: Served) -> Any:

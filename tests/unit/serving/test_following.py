@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bundles import write_bundle_of
 from operations import add
 
 from xmcray.errors import OutOfMemoryError
-from xmcray.retrieval.labels import remove_labels
 from xmcray.serving import follower
 from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.decisions import Decision, ReplicaState, ServedBundle, Update
@@ -26,18 +24,6 @@ from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
 
 MISSING = ServedBundle("missing", "3" * 64, BEGINNING)
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bundle_of(tmp_path_factory.mktemp("following") / "b", "texts")
-
-
-@pytest.fixture(scope="module")
-def other(bundle: Path) -> Path:
-    path = bundle.with_name("other")
-    remove_labels(bundle, ["u3"], path)
-    return path
 
 
 class Decided:

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bundles import write_bundle_of
 from operations import add
 from served import ADMIN, served
 
 from xmcray.errors import OutOfMemoryError
-from xmcray.retrieval.labels import remove_labels
 from xmcray.serving import follower
 from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.follower import Follower
@@ -24,18 +22,6 @@ from xmcray.serving.log_place import Commit
 from xmcray.serving.schema import SwapRequest
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bundle_of(tmp_path_factory.mktemp("alongside") / "b", "texts")
-
-
-@pytest.fixture(scope="module")
-def other(bundle: Path) -> Path:
-    path = bundle.with_name("other")
-    remove_labels(bundle, ["u3"], path)
-    return path
 
 
 async def steps(replica: Follower) -> None:
