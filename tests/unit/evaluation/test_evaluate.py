@@ -1,8 +1,10 @@
 """Whole evaluations of a small score matrix: chunks, intervals, tables, comparison."""
 
+import dataclasses
 import io
 import itertools
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +15,15 @@ from rich.console import Console
 
 from xmcray.errors import DataError
 from xmcray.evaluation import table
-from xmcray.evaluation.evaluate import Evaluation, compare, compare_several, evaluate, holm
-from xmcray.evaluation.metrics import MAIN_METRICS
+from xmcray.evaluation.evaluate import (
+    Evaluation,
+    bootstrap_intervals,
+    compare,
+    compare_several,
+    evaluate,
+    holm,
+)
+from xmcray.evaluation.metrics import MAIN_METRICS, QueryValues
 from xmcray.evaluation.slices import with_slices
 from xmcray.types import Int64Array, Ragged, TopLabels
 
@@ -82,6 +91,56 @@ def test_the_interval_of_a_mean_is_that_of_its_standard_error() -> None:
     standard_error = precision_Q.std() / np.sqrt(evaluation.queries)
     # 95 % of a normal distribution lie within 1.96 standard deviations.
     assert high - low == pytest.approx(2 * 1.96 * standard_error, rel=0.1)
+
+
+def test_intervals_of_many_queries_are_as_wide_and_cost_as_little() -> None:
+    num_few = 1 << 15
+    num_many = 20 * num_few
+    hits_Q = (
+        np.arange(num_many) < 0.3 * num_many
+    )  # queries with equal answers lie next to each other
+    gain_QM = np.repeat(hits_Q[:, None], len(MAIN_METRICS), axis=1).astype(np.float32)
+    many = QueryValues(gain_QM, np.ones_like(gain_QM))
+    few = QueryValues(many.gain_QM[::20], many.divisor_QM[::20])
+
+    start = time.process_time()
+    bootstrap_intervals(few, 400, 0)
+    few_s = time.process_time() - start
+    start = time.process_time()
+    low, high = bootstrap_intervals(many, 400, 0)["P@1"]
+    many_s = time.process_time() - start
+
+    assert low < hits_Q.mean() < high
+    # 95 % of a normal distribution lie within 1.96 standard deviations.
+    assert high - low == pytest.approx(2 * 1.96 * hits_Q.std() / np.sqrt(num_many), rel=0.15)
+    # Each query is read once, and not in each resample.
+    assert many_s < 5 * few_s
+
+
+def test_a_difference_of_many_queries_is_found_and_noise_is_not() -> None:
+    queries = np.arange(40_000)
+    ranks = GENERATOR.random(len(queries))
+
+    def evaluation(hit_rate: float, shift: int) -> Evaluation:
+        is_hit_Q = np.roll(ranks, shift) < hit_rate
+        gain_QM = np.repeat(is_hit_Q[:, None], len(MAIN_METRICS), axis=1).astype(np.float32)
+        values = dict.fromkeys(MAIN_METRICS, float(is_hit_Q.mean()))
+        per_query = QueryValues(gain_QM, np.ones_like(gain_QM))
+        return dataclasses.replace(
+            run(1.0, resamples=0),
+            metrics=values,
+            queries=len(queries),
+            query_ids=queries,
+            per_query=per_query,
+        )
+
+    options: Any = {"resamples": 100, "permutations": 999}
+    better = compare(evaluation(0.52, 0), evaluation(0.5, 1), **options)[0]
+    assert better.p_value == 1 / 1000
+    assert 0 < better.low < 0.02 < better.high
+    same = compare(evaluation(0.5, 0), evaluation(0.5, 1), **options)[0]
+    assert same.p_value == 1.0
+    assert same.low < 0 < same.high
 
 
 def test_segments_and_deciles_add_up_to_p_at_5() -> None:
