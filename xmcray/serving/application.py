@@ -328,18 +328,37 @@ class _Backend:
 
 @contextlib.contextmanager
 def _refusing_when_lost() -> Iterator[None]:
-    """Refuses a request if a deployment is overloaded or died with it: searching changes nothing.
+    """Refuses a request if a deployment does not take it or died with it: searching changes
+    nothing.
 
     Raises:
         ProblemError: see above. What the deployment itself raised goes through.
     """
+    deployments = "the encoder, a searcher or the reranker"
+    try:
+        with _refusing_when_not_taken(deployments):
+            yield
+    except RayError:
+        message = f"{deployments} was lost with this request; ask again"
+        raise ProblemError("not-ready", message) from None
+
+
+@contextlib.contextmanager
+def _refusing_when_not_taken(deployments: str) -> Iterator[None]:
+    """Refuses a request that Serve gave to no replica, so that nothing was done.
+
+    Args:
+        deployments: those that are asked, as they are named in the message.
+    Raises:
+        ProblemError: see above.
+    """
     try:
         yield
     except BackPressureError:
-        message = "too many requests wait for the encoder, a searcher or the reranker; ask again"
+        message = f"too many requests wait for {deployments}; ask again"
         raise ProblemError("overloaded", message) from None
-    except RayError:
-        message = "the encoder, a searcher or the reranker was lost with this request; ask again"
+    except DeploymentUnavailableError:
+        message = f"{deployments} could not be started; see `serve status`, then ask again"
         raise ProblemError("not-ready", message) from None
 
 
@@ -365,14 +384,17 @@ class _Remote:
 
 
 class _Admin(_Remote):
-    """The coordinator for requests that change something: they end with a problem if it dies."""
+    """The coordinator for requests that change something: they end with a problem if it does not
+    take them or dies with them.
+    """
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         method = super().__getattr__(name)
 
         async def call(*arguments: Any) -> Any:
             try:
-                return await method(*arguments)
+                with _refusing_when_not_taken("the coordinator"):
+                    return await method(*arguments)
             except RayError:
                 message = (
                     "the coordinator was lost with this request, which it may have carried out, and is"
