@@ -23,7 +23,7 @@ from xmcray.retrieval.bundle import KIND
 from xmcray.serving import schema
 from xmcray.serving.bundle_roots import BundleRoots
 from xmcray.serving.compaction import write_compacted
-from xmcray.serving.decisions import Decision, ReplicaState, ServedBundle, Update
+from xmcray.serving.decisions import Decision, ReplicaState, Report, ServedBundle, Update
 from xmcray.serving.event_log import EventLog
 from xmcray.serving.events import NOT_COLLECTED, FeedbackEvent, SearchEvent
 from xmcray.serving.label_log import LabelLog
@@ -92,19 +92,14 @@ class SnapshotCoordinator(SnapshotSource):
         if self._has_replicas:
             self._replicas.expect_reports()
 
-    async def follow(
-        self,
-        replica: str,
-        states: Mapping[str, ReplicaState],
-        wait_s: float,
-    ) -> dict[str, Update]:
+    async def follow(self, report: Report, wait_s: float) -> dict[str, Update]:
         """The updates that a replica lacks, as soon as there are any; none after `wait_s`.
 
         Args:
-            replica: name of the replica.
-            states: by model, what the replica has.
+            report: what the replica has.
             wait_s: longest wait, seconds.
         """
+        states = report.states
 
         def updates() -> dict[str, Update]:
             lacking = {}
@@ -116,7 +111,7 @@ class SnapshotCoordinator(SnapshotSource):
                     lacking[name] = update
             return lacking
 
-        return await self._replicas.report(replica, states, updates, wait_s)
+        return await self._replicas.report(report, updates, wait_s)
 
     async def operate(self, name: str, operations: Sequence[schema.Operation]) -> int:
         """Makes operations durable, all of them or none.

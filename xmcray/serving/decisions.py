@@ -57,6 +57,22 @@ class ReplicaState:
 
 
 @dataclass(frozen=True, slots=True)
+class Report:
+    """What a replica has.
+
+    Attributes:
+        replica: name of the replica.
+        number: larger than that of every earlier report of this replica. Calls over Ray Serve may
+            overtake each other.
+        states: by model, what the replica has.
+    """
+
+    replica: str
+    number: int
+    states: Mapping[str, ReplicaState]
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """What a replica is to carry out.
 
@@ -73,4 +89,4 @@ class Update:
     stale: Sequence[str] = ()
 
 
-Follow = Callable[[str, Mapping[str, ReplicaState], float], Awaitable[dict[str, Update]]]
+Follow = Callable[[Report, float], Awaitable[dict[str, Update]]]

@@ -20,7 +20,7 @@ from typing import Any
 from xmcray.errors import XmcrayError, one_line
 from xmcray.retrieval.bundle import KIND
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
-from xmcray.serving.decisions import Decision, Follow, ReplicaState, ServedBundle, Update
+from xmcray.serving.decisions import Decision, Follow, Report, ServedBundle, Update
 from xmcray.serving.followed_model import CatchUp, FollowedModel
 from xmcray.serving.log_place import Commit
 from xmcray.serving.problems import ProblemError
@@ -57,6 +57,7 @@ class Follower(SnapshotSource):
         self._subset = subset
         self._models = {name: FollowedModel() for name in config.bundles}
         self._replica = secrets.token_hex(8)
+        self._num_reports = 0
         # Whether copies of bundles may be held that do not answer any more.
         self._holds_more = False
         self._changed = asyncio.Condition()
@@ -160,7 +161,7 @@ class Follower(SnapshotSource):
         # Before the states are sent: the coordinator has to see the places of these versions.
         for name in self._models:
             self._take_caught_up(name)
-        updates = await self._follow(self._replica, self._states(), wait_s)
+        updates = await self._follow(self._report(), wait_s)
         failures = []
         async with self._showing_presence():
             for name, update in updates.items():
@@ -345,7 +346,7 @@ class Follower(SnapshotSource):
                 await asyncio.sleep(PRESENT_S)
                 # Without a coordinator nothing waits for this replica.
                 with contextlib.suppress(Exception):
-                    await self._follow(self._replica, self._states(), 0.0)
+                    await self._follow(self._report(), 0.0)
 
         task = asyncio.create_task(show())
         try:
@@ -357,8 +358,10 @@ class Follower(SnapshotSource):
         """Calls a function that makes a snapshot in the thread of label operations."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
-    def _states(self) -> dict[str, ReplicaState]:
-        return {name: model.state() for name, model in self._models.items()}
+    def _report(self) -> Report:
+        self._num_reports += 1
+        states = {name: model.state() for name, model in self._models.items()}
+        return Report(self._replica, self._num_reports, states)
 
     def _load(self, name: str, bundle: ServedBundle) -> Snapshot:
         config = self._config

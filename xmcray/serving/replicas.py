@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 
-from xmcray.serving.decisions import ReplicaState, Update
+from xmcray.serving.decisions import ReplicaState, Report, Update
 
 ALIVE_S = 10.0  # a replica that was silent for so long is gone
 CHECK_S = 1.0  # between two looks for replicas that are gone
@@ -17,8 +17,8 @@ class Replicas:
     """The replicas by name, as they last reported themselves."""
 
     def __init__(self) -> None:
-        # When the replica was last heard of, and its state of each model.
-        self._reports: dict[str, tuple[float, Mapping[str, ReplicaState]]] = {}
+        # When the newest report came, and the report.
+        self._reports: dict[str, tuple[float, Report]] = {}
         self._changed = asyncio.Condition()
         self._all_heard_at = 0.0  # from then on, a replica without a report is gone
 
@@ -28,22 +28,23 @@ class Replicas:
 
     async def report(
         self,
-        replica: str,
-        states: Mapping[str, ReplicaState],
+        report: Report,
         updates: Callable[[], dict[str, Update]],
         wait_s: float,
     ) -> dict[str, Update]:
         """Notes what a replica has, and waits for updates.
 
         Args:
-            replica: name of the replica.
-            states: by model, what it has.
+            report: what it has.
             updates: what it lacks by now.
             wait_s: longest wait, seconds.
         Returns:
             The first updates that are not empty; none after `wait_s`.
         """
-        self._reports[replica] = (time.monotonic(), states)
+        _, newest = self._reports.get(report.replica, (0.0, report))
+        # An older report may arrive after a newer one.
+        if report.number >= newest.number:
+            self._reports[report.replica] = (time.monotonic(), report)
         async with self._changed:
             self._changed.notify_all()  # a swap may wait for this replica
             try:
@@ -89,4 +90,4 @@ class Replicas:
         for replica, (reported, _) in list(self._reports.items()):
             if reported <= oldest:
                 del self._reports[replica]
-        return [states for _, states in self._reports.values()]
+        return [report.states for _, report in self._reports.values()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from operations import add
 from xmcray.errors import OutOfMemoryError
 from xmcray.serving import follower
 from xmcray.serving.coordinator import SnapshotCoordinator
-from xmcray.serving.decisions import Decision, ReplicaState, ServedBundle, Update
+from xmcray.serving.decisions import Decision, Report, ServedBundle, Update
 from xmcray.serving.followed_model import CatchUp
 from xmcray.serving.follower import Follower
 from xmcray.serving.log_place import BEGINNING, Commit
@@ -35,11 +35,9 @@ class Decided:
         self.config = ServeConfig(bundles={"default": str(path)})
         self.num_asked = 0
 
-    async def follow(
-        self, _: str, states: Mapping[str, ReplicaState], wait_s: float
-    ) -> dict[str, Update]:
+    async def follow(self, report: Report, wait_s: float) -> dict[str, Update]:
         self.num_asked += 1
-        if states["default"].epoch == self.decision.epoch:
+        if report.states["default"].epoch == self.decision.epoch:
             await asyncio.sleep(wait_s)
             return {}
         return {"default": Update(self.decision, 0, {})}
@@ -275,6 +273,29 @@ async def test_a_bundle_gets_level_while_operations_come_all_the_time(
         assert replica.current(None).version != before
         assert replica.current(None).number == coordinator.current(None).number
         await swap
+    finally:
+        coordinator.close()
+
+
+async def test_a_report_that_arrives_late_hides_no_newer_one(bundle: Path, tmp_path: Path) -> None:
+    """Otherwise a swap would wait for a replica that has loaded the bundle long ago."""
+    config = ServeConfig(bundles={"default": str(bundle)}, state_dir=str(tmp_path))
+    coordinator = SnapshotCoordinator(config)
+    await coordinator.start()
+    reports = []
+
+    async def overtaking(report: Report, wait_s: float) -> dict[str, Update]:
+        reports.append(report)
+        return await coordinator.follow(report, wait_s)
+
+    try:
+        replica = Follower(config, overtaking)
+        await replica.start()
+        await replica._step(0.0)
+        first, *_, last = reports
+        await coordinator.follow(first, 0.0)
+        assert coordinator._replicas.alive() == [last.states]
+        assert first.states != last.states
     finally:
         coordinator.close()
 
