@@ -95,13 +95,13 @@ class AppendedFiles(RawFiles):
             old_hashes = _uid_hashes(old)
         # Rows without names are named by their numbers in all raw files, one after the other.
         first_number = num_old + self.card.rejected.get(split, 0)
+        places = self.new.places(split)
         for query in self.new.queries(split, len(self.label_ids), on_bad):
             if not query.has_uid:
                 query = dataclasses.replace(query, uid=str(first_number + query.row))
             if _is_among(query.uid, old_hashes):
-                file = str(self.new.path / split)
                 reason = f"uid {query.uid[:80]!r} is that of a query of the corpus"
-                on_bad(BadRow(file, query.row + 1, reason))
+                on_bad(places.bad(query.row, reason))
                 continue
             yield self._with_source_ids(query)
 

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from xmcray.data.formats import BadRow, RawFiles, Row
+from xmcray.data.formats.base import Places
 from xmcray.data.shards import Array, pack
 from xmcray.data.text_keys import NO_KEYS, Keys, keys_by_name, text_keys
 from xmcray.data.tokens import TextTokenizer
@@ -152,8 +153,7 @@ def read_chunks(
     if split == "labels":
         rows = _without_holes(rows, rejects, first_shard * shard_rows)
     if len(leaks):
-        file = str(source.path / split)
-        rows = _without_leaks(rows, set(leaks.tolist()), file, rejects)
+        rows = _without_leaks(rows, set(leaks.tolist()), source.places(split), rejects)
     raw_vectors = source.side_vectors(split)
     num_kept = 0
     for shard in itertools.count(first_shard):
@@ -195,7 +195,7 @@ def test_keys(source: RawFiles, num_labels: int, skip: bool, block_rows: int) ->
 
 
 def _without_leaks(
-    rows: Iterator[Row], leaks: set[int], file: str, rejects: Rejects
+    rows: Iterator[Row], leaks: set[int], places: Places, rejects: Rejects
 ) -> Iterator[Row]:
     """The rows whose texts are not among some others."""
     for row in rows:
@@ -203,7 +203,7 @@ def _without_leaks(
             yield row
         else:
             reason = "its text is that of a test query"
-            rejects.leave_out(BadRow(file, row.row + 1, reason))
+            rejects.leave_out(places.bad(row.row, reason))
 
 
 def _without_holes(labels: Iterator[Row], rejects: Rejects, first_row: int) -> Iterator[Row]:

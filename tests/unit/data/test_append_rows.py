@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from corpora import appended, corpus_of
 
@@ -53,6 +55,45 @@ def test_a_number_that_is_a_uid_of_the_corpus_is_refused(tmp_path: Path) -> None
     new_raw = write_json_lines(tmp_path / "new", labels=LABELS, train=[{"text": "b"}])
     with pytest.raises(DataError, match="uid '1' is that of a query of the corpus"):
         appended(corpus, new_raw, tmp_path / "c2")
+
+
+def test_a_row_that_cannot_be_appended_is_named_by_its_file(tmp_path: Path) -> None:
+    old_raw = write_json_lines(
+        tmp_path / "old", labels=LABELS, train=[{"uid": "q", "text": "a", "labels": ["red"]}]
+    )
+    corpus = corpus_of(old_raw, tmp_path / "c1")
+    new_rows = [{"uid": "r", "text": "b"}, {"uid": "q", "text": "c"}]
+    new_raw = write_json_lines(tmp_path / "new", labels=LABELS, train=new_rows)
+    with pytest.raises(DataError, match=r"new/train\.jsonl:2: uid 'q' is that of a query"):
+        appended(corpus, new_raw, tmp_path / "c2")
+    # Of several files, the row is that of its own.
+    parts = tmp_path / "parts"
+    (parts / "train").mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(LABELS), parts / "labels.parquet")
+    for number, row in enumerate(new_rows, 1):
+        pq.write_table(pa.Table.from_pylist([row]), parts / "train" / f"{number}.parquet")
+    with pytest.raises(DataError, match=r"parts/train/2\.parquet:1: uid 'q'"):
+        appended(corpus, parts, tmp_path / "c3")
+
+
+def test_an_appended_row_with_an_unknown_label_says_where_labels_belong(tmp_path: Path) -> None:
+    """The label file of new rows repeats labels of the corpus that they name."""
+    old_raw = write_json_lines(
+        tmp_path / "old", labels=LABELS, train=[{"uid": "q", "text": "a", "labels": ["red"]}]
+    )
+    corpus = corpus_of(old_raw, tmp_path / "c1")
+    for label, message in (
+        (
+            "red",
+            "'red' is not the uid of a label in this folder; add it to the label file, also if",
+        ),
+        (1, "label id 1 is out of range, there are 1 labels in this folder"),
+    ):
+        folder = tmp_path / f"new-{label}"
+        row = {"uid": "r", "text": "b", "labels": [label]}
+        new_raw = write_json_lines(folder, labels=LABELS[1:], train=[row])
+        with pytest.raises(DataError, match=message):
+            appended(corpus, new_raw, tmp_path / "c2")
 
 
 def write_lines(folder: Path, labels: bytes, label_of_query: list[int]) -> Path:

@@ -42,7 +42,7 @@ def read(folder: Path, bad: list[BadRow]) -> list[Row]:
         (b"null", "found null, expected a JSON object"),
         (
             b'{"uid": "x", "labels": [0, 2]}',
-            "label id 2 is out of range, there are 2 labels (0 to 1)",
+            "label id 2 is out of range, there are 2 labels in this folder (0 to 1)",
         ),
         (b'{"uid": "x", "labels": [-1]}', "label id -1 is out of range"),
         (b'{"uid": "x", "labels": [true]}', "label 'True' is neither an integer nor a string"),

@@ -84,7 +84,8 @@ def test_parquet_in_several_files_and_labels_by_uid(tmp_path: Path) -> None:
         ("5", 5, (0,)),
     ]
     assert [str(b) for b in bad] == [
-        f"{tmp_path}/train/1.parquet:1: label 'nope' is not the uid of a label"
+        f"{tmp_path}/train/1.parquet:1: label 'nope' is not the uid of a label in this folder;"
+        " add it to the label file, also if it is in a corpus that is appended to"
     ]
 
 
@@ -102,7 +103,7 @@ def test_bad_rows(tmp_path: Path, name: str) -> None:
     reasons = [
         "not UTF-8",
         "duplicate uid '0'",
-        "label id 2 is out of range, there are 2 labels (0 to 1)",
+        "label id 2 is out of range, there are 2 labels in this folder (0 to 1)",
     ]
     assert [(b.line, b.reason) for b in bad] == list(zip((2, 3, 4), reasons, strict=True))
 

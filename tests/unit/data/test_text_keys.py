@@ -88,6 +88,7 @@ def test_leaks_can_be_left_out_of_the_training_queries(
     assert texts == [text for text in TRAIN if text != "camp fire"]
     assert corpus.card.rejected == {"train": 1}
     rejected = json.loads((corpus.path / "rejected.jsonl").read_text())
+    assert rejected["file"] == "train.jsonl"
     assert rejected["line"] == 3
     assert rejected["reason"] == "its text is that of a test query"
 

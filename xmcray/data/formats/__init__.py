@@ -16,6 +16,7 @@ from xmcray.data.formats.base import (
     BadRow,
     Format,
     OnBad,
+    Places,
     Row,
     find,
     find_any,
@@ -104,6 +105,10 @@ class RawFiles:
             DataError: the file is malformed or names a row or label that does not exist.
         """
         return read_filters(self.path, split, lambda: FORMATS[self.format].shape(self.path, split))
+
+    def places(self, split: str) -> Places:
+        """Where the rows of a split's files are."""
+        return Places(lambda: FORMATS[self.format].files(self.path, split))
 
     def side_vectors(self, split: str) -> RawVectors | None:
         """The side vectors of the rows of a split, or of "labels"; None without a file of them."""

@@ -6,6 +6,7 @@ file is a `DataError`. Nothing here keeps more than one block of a file in memor
 
 from __future__ import annotations
 
+import bisect
 import filecmp
 import gzip
 import re
@@ -80,6 +81,45 @@ class BadRow:
         return f"{self.file}:{self.line}: {self.reason}"
 
 
+@dataclass(frozen=True, slots=True)
+class FileStart:
+    """Where the rows of one file of a split begin.
+
+    Attributes:
+        path: the file.
+        row: row number of its first record in the split.
+        line: line of its first record.
+    """
+
+    path: Path
+    row: int = 0
+    line: int = 1
+
+
+class Places:
+    """Where rows of a split are. Its files are looked at when a row is first asked for.
+
+    Args:
+        files: gives the files of the split in order.
+    """
+
+    def __init__(self, files: Callable[[], Iterable[FileStart]]) -> None:
+        self._read_files = files
+        self._files: list[FileStart] = []
+
+    def bad(self, row: int, reason: str) -> BadRow:
+        """A row that is left out for a reason.
+
+        Args:
+            row: as in `Row`.
+            reason: why.
+        """
+        self._files = self._files or list(self._read_files())
+        number = bisect.bisect_right(self._files, row, key=lambda file: file.row) - 1
+        file = self._files[number]
+        return BadRow(str(file.path), file.line + row - file.row, reason)
+
+
 OnBad = Callable[[BadRow], None]
 
 Labels = tuple[tuple[int, ...], tuple[float, ...] | None]  # label ids and relevance, as in Row
@@ -146,6 +186,10 @@ class Format(Protocol):
 
     def queries(self, folder: Path, split: str, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         """All queries of a split in file order."""
+        ...
+
+    def files(self, folder: Path, split: str) -> Iterable[FileStart]:
+        """The files of the queries of a split, in order."""
         ...
 
     def shape(self, folder: Path, split: str) -> tuple[int, int]:
@@ -305,7 +349,7 @@ def check_labels(ids: list[int], relevance: Sequence[float] | None, num_labels: 
     for label in (*unique[:1], *unique[-1:]):
         if not 0 <= label < num_labels:
             raise BadValue(
-                f"label id {label} is out of range, there are {num_labels} labels"
+                f"label id {label} is out of range, there are {num_labels} labels in this folder"
                 f" (0 to {num_labels - 1})"
             )
     if relevance is None:

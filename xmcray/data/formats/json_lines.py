@@ -21,6 +21,7 @@ from typing import Any
 from xmcray.data.formats.base import (
     MAX_TEXT,
     BadValue,
+    FileStart,
     Labels,
     OnBad,
     Row,
@@ -172,7 +173,10 @@ class RowParser:
             self._label_rows = self._read_label_rows()
         row = self._label_rows.get(str(label))
         if row is None:
-            raise BadValue(f"label {str(label)[:80]!r} is not the uid of a label")
+            raise BadValue(
+                f"label {str(label)[:80]!r} is not the uid of a label in this folder; add it to the"
+                " label file, also if it is in a corpus that is appended to"
+            )
         return row
 
 
@@ -223,14 +227,14 @@ class Records:
 
     Attributes:
         kind: of its files.
-        files: patterns of the files "train", "test" and "labels".
+        patterns: of the files "train", "test" and "labels".
         query_fields: fields of queries.
         label_fields: fields of labels.
         title_rule: texts are titles only if the folder's name says so (NGAME, ELMO).
     """
 
     kind: FileKind
-    files: Mapping[str, str]
+    patterns: Mapping[str, str]
     query_fields: Fields = Fields()
     label_fields: Fields = Fields()
     title_rule: bool = False
@@ -238,12 +242,12 @@ class Records:
     @property
     def train(self) -> tuple[str, ...]:
         """Patterns of the files that must be there."""
-        return self.files["train"], self.files["labels"]
+        return self.patterns["train"], self.patterns["labels"]
 
     @property
     def test(self) -> tuple[str, ...]:
         """Patterns of the files of the test split."""
-        return (self.files["test"],)
+        return (self.patterns["test"],)
 
     def labels(self, folder: Path, on_bad: OnBad) -> Iterator[Row]:
         """All labels in file order."""
@@ -259,6 +263,16 @@ class Records:
 
         parser = RowParser(self._fields(folder, self.query_fields), num_labels, label_rows)
         return self._rows(folder, split, parser, on_bad)
+
+    def files(self, folder: Path, split: str) -> Iterator[FileStart]:
+        """The files of "train", "test" or "labels", in order."""
+        first_row = 0
+        last_path = None
+        for path in self.kind.paths(folder, self.patterns[split]):
+            if last_path is not None:  # counted only if needed: most layouts have a single file
+                first_row += self.kind.count(last_path)
+            yield FileStart(path, first_row)
+            last_path = path
 
     def shape(self, folder: Path, split: str) -> tuple[int, int]:
         """Rows of the split and of the labels, bad ones included."""
@@ -283,7 +297,7 @@ class Records:
 
     def _first_values(self, folder: Path, name: str, field: str) -> Iterator[Any]:
         """The values of a field in the first records of "train" or "labels"; None if it is bad."""
-        path = self.kind.paths(folder, self.files[name])[0]
+        path = self.kind.paths(folder, self.patterns[name])[0]
         for record in itertools.islice(self.kind.records(path), _FIRST_RECORDS):
             yield None if isinstance(record, BadValue) else record.get(field)
 
@@ -295,17 +309,12 @@ class Records:
 
     def _rows(self, folder: Path, name: str, parser: RowParser, on_bad: OnBad) -> Iterator[Row]:
         """All valid rows of "train", "test" or "labels" in file order."""
-        first_row = 0
-        last_path = None
-        for path in self.kind.paths(folder, self.files[name]):
-            if last_path is not None:  # counted only if needed: most layouts have a single file
-                first_row += self.kind.count(last_path)
-            records = self.kind.records(path)
-            yield from rows_of(records, path, parser.parse, on_bad, first_row=first_row)
-            last_path = path
+        for start in self.files(folder, name):
+            records = self.kind.records(start.path)
+            yield from rows_of(records, start.path, parser.parse, on_bad, first_row=start.row)
 
     def _num_rows(self, folder: Path, name: str) -> int:
-        paths = self.kind.paths(folder, self.files[name])
+        paths = self.kind.paths(folder, self.patterns[name])
         return sum(map(self.kind.count, paths))
 
 

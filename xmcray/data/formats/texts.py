@@ -22,6 +22,7 @@ from pathlib import Path
 from xmcray.data.formats.base import (
     BadRow,
     BadValue,
+    FileStart,
     Labels,
     OnBad,
     Row,
@@ -276,6 +277,12 @@ class Lines:
         if features.shape[0] != matrix.shape[0]:
             raise _mismatch(path, matrix, str(features.shape[0]))
         return _query_rows(_feature_texts(features, folder), matrix, num_labels, on_bad)
+
+    def files(self, folder: Path, split: str) -> list[FileStart]:
+        """The file of the queries of a split."""
+        path = find_one(folder, self.queries_in[split])
+        # A matrix of features has a header.
+        return [FileStart(path, line=2 if self.features else 1)]
 
     def shape(self, folder: Path, split: str) -> tuple[int, int]:
         """Rows of the split's file and of the labels', bad ones included."""
