@@ -214,9 +214,26 @@ def test_a_stored_zero_of_a_label_matrix_is_no_positive(tmp_path: Path) -> None:
         assert [row.has_zeros for row in queries] == [True, False, True]
         # The relevance that is left is 1 for all.
         assert queries[2].relevance is None
+    npz(tmp_path / "dexml" / "Y.trn.npz", data=np.array([False, False, True]))
+    assert [row.label_ids for row in read(tmp_path / "dexml")[1]] == expected
     card = corpus_of(tmp_path / "renee", tmp_path / "corpus").card
     assert card.odd["train: labels of weight 0 left out"] == 2
     assert card.odd["train: no positives"] == 2
+
+
+def test_a_value_below_zero_of_a_label_matrix_is_malformed(tmp_path: Path) -> None:
+    lines = "3 3\n0:1 1:-1\n\n0:-0.5 2:1\n"
+    write(tmp_path / "renee", trn_X__txt=TEXTS, Y__txt=LABEL_TEXTS, trn_X_Y__txt=lines)
+    write(tmp_path / "dexml", raw_trn_X__txt=TEXTS, raw_Y__txt=LABEL_TEXTS)
+    npz(tmp_path / "dexml" / "Y.trn.npz", data=np.array([-1.0, -0.5, 1.0]))
+    write(tmp_path / "pecos", Y__txt=LABEL_TEXTS, X__trn__txt="0:1,1:-1\ta\n\tb\n0:-0.5\tc\n")
+    for layout in ("renee", "dexml", "pecos"):
+        bad: list[BadRow] = []
+        queries = read(tmp_path / layout, on_bad=bad.append)[1]
+        assert [row.label_ids for row in queries] == [()]
+        reasons = [row.reason for row in bad]
+        assert "label 1 has the value -1, expected 1 or another above 0" in reasons
+        assert any("has the value -0.5, expected" in reason for reason in reasons)
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,8 @@ def _npz_rows(matrix: Any) -> Iterator[Entries | BadValue]:
     # Lists of Python numbers, for some rows at once: slicing them is faster than slicing arrays.
     for span in spans(matrix.shape[0], _ROWS_AT_ONCE):
         rows = matrix[span]
+        if rows.dtype == bool:
+            rows = rows.astype(np.uint8)
         ids = rows.indices.tolist()
         values = rows.data.tolist()
         for first, stop in pairwise(rows.indptr.tolist()):

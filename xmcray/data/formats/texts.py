@@ -142,10 +142,17 @@ def _without_zeros(labels: Labels) -> tuple[Labels, bool]:
     """The entries of a matrix row that are not 0, and whether some are.
 
     A sparse matrix with a stored zero is equal to the one without it.
+
+    Raises:
+        BadValue: an entry is below 0.
     """
     label_ids, relevance = labels
-    if relevance is None or 0.0 not in relevance:
+    lowest = 1.0 if relevance is None else min(relevance, default=1.0)
+    if relevance is None or lowest > 0:
         return labels, False
+    if lowest < 0:
+        label = label_ids[relevance.index(lowest)]
+        raise BadValue(f"label {label} has the value {lowest:g}, expected 1 or another above 0")
     pairs = zip(label_ids, relevance, strict=True)
     weights = {label: weight for label, weight in pairs if weight != 0}
     is_graded = any(weight != 1 for weight in weights.values())
