@@ -42,7 +42,7 @@ class RawVectors:
         Raises:
             DataError: the file is malformed.
         """
-        path = folder / f"{split}.vectors.npy"
+        path = folder / file_name(split)
         if not path.is_file():
             return None
         advice = "write float32 or float16 [rows, width] with numpy.save"
@@ -89,6 +89,11 @@ class RawVectors:
         )
 
 
+def file_name(split: str) -> str:
+    """The name of the file with the side vectors of a split, or of "labels"."""
+    return f"{split}.vectors.npy"
+
+
 def side_width(folder: Path, splits: Sequence[str]) -> int:
     """W, the width of all side vectors of a raw folder; 0 if it has none.
 
@@ -110,7 +115,7 @@ def side_width(folder: Path, splits: Sequence[str]) -> int:
     missing = [split for split in splits if split not in widths]
     if missing and len(missing) < len(splits):
         raise DataError(
-            f"{folder} has side vectors of some queries, but no {missing[0]}.vectors.npy; add it, with"
+            f"{folder} has side vectors of some queries, but no {file_name(missing[0])}; add it, with"
             " zeros for rows without a vector"
         )
     return next(iter(widths.values()), 0)

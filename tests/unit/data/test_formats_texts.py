@@ -238,7 +238,13 @@ def test_a_value_below_zero_of_a_label_matrix_is_malformed(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("present", "missing"),
-    [("tst_X.txt", r"tst_X_Y\.txt or tst_X_Y\.npz"), ("tst_X_Y.txt", r"tst_X\.txt")],
+    [
+        ("tst_X.txt", r"tst_X_Y\.txt or tst_X_Y\.npz"),
+        ("tst_X_Y.txt", r"tst_X\.txt"),
+        # They have nothing to belong to.
+        ("filter_labels_test.txt", r"tst_X\.txt and tst_X_Y\.txt or tst_X_Y\.npz"),
+        ("test.vectors.npy", r"tst_X\.txt and tst_X_Y\.txt or tst_X_Y\.npz"),
+    ],
 )
 def test_a_test_split_that_is_there_in_part_is_refused(
     tmp_path: Path, present: str, missing: str

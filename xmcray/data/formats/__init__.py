@@ -13,6 +13,7 @@ from pathlib import Path
 
 from xmcray.config import unknown
 from xmcray.data.formats.base import (
+    FILTER_NAMES,
     BadRow,
     Format,
     OnBad,
@@ -26,7 +27,7 @@ from xmcray.data.formats.base import (
 from xmcray.data.formats.json_lines import JSONL, LF, TEVATRON, Records
 from xmcray.data.formats.tables import HUGGINGFACE, PARQUET
 from xmcray.data.formats.texts import BOW, DEXML, PECOS, RENEE, SPARSE, Lines
-from xmcray.data.side_vectors import RawVectors, side_width
+from xmcray.data.side_vectors import RawVectors, file_name, side_width
 from xmcray.errors import ConfigError, DataError
 from xmcray.types import Int64Array
 
@@ -189,7 +190,13 @@ def _has_test(folder: Path, name: str) -> bool:
     """Whether the files of a test split are there; raises DataError if only some are."""
     layout = FORMATS[name]
     missing_files = _missing(folder, layout.test)
-    patterns = (*layout.test, *_more_test(layout))
+    # A filter file and side vectors belong to the rows of the split.
+    patterns = (
+        *layout.test,
+        *_more_test(layout),
+        *FILTER_NAMES["test"].split("|"),
+        file_name("test"),
+    )
     present = [path.name for pattern in patterns for path in find_any(folder, pattern)]
     if missing_files and present:
         lacking = " and ".join(missing_files)
