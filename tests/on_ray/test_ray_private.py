@@ -126,6 +126,13 @@ def test_only_the_process_that_started_a_cluster_says_so() -> None:
 
 
 @pytest.mark.usefixtures("cluster")
+def test_a_task_is_none_of_the_driver() -> None:
+    assert not private.is_task_or_actor()
+    elsewhere = ray.remote(num_cpus=0)(private.is_task_or_actor)
+    assert ray.get(elsewhere.remote())
+
+
+@pytest.mark.usefixtures("cluster")
 def test_the_head_has_its_own_resource() -> None:
     assert [node.is_head for node in alive_nodes()] == [True]
 

@@ -61,6 +61,20 @@ def started_here() -> bool:
     return node is not None and bool(node.head)
 
 
+def is_task_or_actor() -> bool:
+    """Whether Ray has started this process to run tasks or an actor.
+
+    Checked with Ray 2.60.0. If it breaks: the public `get_task_id()` of the context says so too, but
+    warns in every other process.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        return False
+    context: Any = ray.get_runtime_context()
+    return bool(context.worker.mode == ray.WORKER_MODE)
+
+
 def alive_actor_names() -> list[str]:
     """Lists the actors of the cluster by name, or by class if they have no name. Used in messages.
 

@@ -32,7 +32,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from xmcray.config import build as build_config
-from xmcray.ray_adapter.private import HEAD_RESOURCE
+from xmcray.ray_adapter.private import HEAD_RESOURCE, is_task_or_actor
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.shards import ALL_SHARDS, NO_SHARDS, ShardSubset
 from xmcray.serving import http, metrics, rpc, schema
@@ -45,7 +45,12 @@ from xmcray.serving.problems import RETRY_AFTER_S, ProblemError
 from xmcray.serving.search_batch import MAX_BATCH_TEXTS, PendingSearch, SearchHits, find_hits
 from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
 from xmcray.serving.service import Service
-from xmcray.serving.settings import ServeConfig, num_searchers, with_absolute_paths
+from xmcray.serving.settings import (
+    ServeConfig,
+    check_absolute_paths,
+    num_searchers,
+    with_absolute_paths,
+)
 from xmcray.serving.snapshot import EncodedTexts, Snapshot, SnapshotReference
 from xmcray.types import Float32Array
 
@@ -70,7 +75,11 @@ def build(args: Mapping[str, Any], address: Address | None = None) -> Applicatio
         address: where the ingress, of one replica then, listens itself; Ray Serve's proxy listens
             if None.
     """
-    config = with_absolute_paths(build_config(ServeConfig, dict(args)))
+    config = build_config(ServeConfig, dict(args))
+    # A task of the cluster builds what `serve deploy` was given.
+    if is_task_or_actor():
+        check_absolute_paths(config)
+    config = with_absolute_paths(config)
     coordinator = _deployment(
         config,
         CoordinatorDeployment,

@@ -4,7 +4,7 @@ from a test.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -139,19 +139,49 @@ def with_absolute_paths(config: ServeConfig) -> ServeConfig:
 
     Processes on Ray may run in another one than the command.
     """
-    bundles = {name: absolute(bundle) for name, bundle in config.bundles.items()}
-    roots = tuple(absolute(root) for root in config.bundle_roots)
+    return _with_paths(config, lambda _, location: absolute(location))
+
+
+def check_absolute_paths(config: ServeConfig) -> None:
+    """Raises ConfigError if a path depends on the working folder.
+
+    `serve deploy` lets a process of the cluster build the application, in a folder of Ray's.
+    """
+
+    def check(name: str, location: str) -> str:
+        if location != absolute(location) and not Path(location).is_absolute():
+            raise ConfigError(
+                f"{name} is {location!r}, expected an absolute path or a URL, because the cluster does"
+                " not know the folder of the command; write it so in args of the Serve config"
+            )
+        return location
+
+    _with_paths(config, check)
+
+
+def _with_paths(config: ServeConfig, change: Callable[[str, str], str]) -> ServeConfig:
+    """The settings with other paths.
+
+    Args:
+        config: the settings.
+        change: gives the new path for the name of a setting and its path.
+    """
+    bundles = {}
+    for name, bundle in config.bundles.items():
+        bundles[name] = change(f"bundle {name}", bundle)
+    roots = tuple(change("bundle_roots", root) for root in config.bundle_roots)
     # Otherwise it is a hub id.
     is_folder = Path(config.rerank).is_dir()
     return replace(
         config,
         bundles=bundles,
-        state_dir=absolute(config.state_dir),
-        token_file=config.token_file and absolute(config.token_file),
-        admin_token_file=config.admin_token_file and absolute(config.admin_token_file),
+        state_dir=change("state_dir", config.state_dir),
+        token_file=config.token_file and change("token_file", config.token_file),
+        admin_token_file=config.admin_token_file
+        and change("admin_token_file", config.admin_token_file),
         bundle_roots=roots,
-        upload=config.upload and absolute(config.upload),
-        rerank=absolute(config.rerank) if config.rerank and is_folder else config.rerank,
+        upload=config.upload and change("upload", config.upload),
+        rerank=change("rerank", config.rerank) if config.rerank and is_folder else config.rerank,
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,7 +16,7 @@ from ray.serve.schema import ServeDeploySchema
 from xmcray import config as configs
 from xmcray.serving import metrics
 from xmcray.serving.event_log import EventCounts
-from xmcray.serving.settings import ServeConfig
+from xmcray.serving.settings import ServeConfig, check_absolute_paths
 
 SERVE = Path(__file__).parents[3] / "serve"
 
@@ -63,6 +65,25 @@ def test_the_config_is_one_that_serve_takes() -> None:
     settings = configs.build(ServeConfig, application.args)
     assert settings.token_file
     assert settings.admin_token_file
+    check_absolute_paths(settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"bundles": {"a": "bundles/a"}}, "bundle a is 'bundles/a'"),
+        ({"state_dir": ServeConfig.state_dir}, "state_dir is 'serve-state'"),
+        ({"token_file": "token"}, "token_file is 'token'"),
+        ({"bundle_roots": ("/b", "more")}, "bundle_roots is 'more'"),
+        ({"upload": "copies"}, "upload is 'copies'"),
+    ],
+)
+def test_relative_paths_are_refused_on_a_cluster(changes: dict[str, Any], name: str) -> None:
+    """They would count from a folder of Ray's."""
+    whole = ServeConfig(bundles={"a": "/b/", "c": "s3://b/c"}, state_dir="/s", upload="s3://u")
+    check_absolute_paths(whole)
+    with pytest.raises(configs.ConfigError, match=f"{name}, expected an absolute path or a URL"):
+        check_absolute_paths(dataclasses.replace(whole, **changes))
 
 
 @pytest.mark.parametrize(
