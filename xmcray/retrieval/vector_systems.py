@@ -1,8 +1,9 @@
 """How `vector_export` writes labels, one function per system.
 
-Some systems read Parquet files, which hold the blocks of labels nearly as they are. The others read
-lines of JSON: documents, or bodies of requests. There a vector is not turned into Python numbers:
-Arrow prints all of a block's vectors at once, and the text is put into the JSON of its label.
+Some systems read Parquet files, which hold the blocks of labels almost unchanged. The others read
+lines of JSON, which are documents or bodies of requests. For speed, vectors never become Python
+numbers: Arrow formats all vectors of a block at once, and the text of each vector is inserted into
+the JSON of its label.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from xmcray.errors import BundleError
 from xmcray.retrieval import vector_readme
 from xmcray.retrieval.export_target import ExportTarget
 
-# At most so much in one request of Qdrant or Weaviate. By default Qdrant takes 32 MB.
+# The limits of one request of Qdrant or Weaviate. By default Qdrant accepts 32 MB.
 REQUEST_ITEMS = 128
 REQUEST_BYTES = 8 << 20
 MAX_VARCHAR = 65_535  # bytes of a string in Milvus
@@ -31,29 +32,29 @@ MAX_VARCHAR = 65_535  # bytes of a string in Milvus
 # Systems that read Parquet files.
 
 
-def _lancedb(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
+def _write_lancedb(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
     target.write_tables(_fixed_width(block, target.dim) for block in blocks)
 
 
 def _fixed_width(block: pa.Table, dim: int) -> pa.Table:
-    """A block with vectors of a fixed width, because LanceDB can search no others."""
+    """A block with vectors of a fixed width. LanceDB cannot search lists of variable length."""
     numbers = block["vector"].combine_chunks().flatten()
     vectors = pa.FixedSizeListArray.from_arrays(numbers, dim)
     return _with_vectors(block, vectors)
 
 
 def _with_vectors(block: pa.Table, vectors: pa.Array) -> pa.Table:
-    """A block with other values in the column of vectors."""
+    """A block whose column of vectors is replaced."""
     column = block.column_names.index("vector")
     return block.set_column(column, "vector", vectors)
 
 
-def _milvus(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
+def _write_milvus(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
     target.write_tables(_milvus_tables(target, blocks))
     field = vector_readme.MILVUS_ATTRIBUTES if target.attributes else ""
     collection = target.filled(vector_readme.MILVUS_COLLECTION).replace("ATTRIBUTES", field)
     target.write_text("collection.json", collection)
-    # Milvus imports a list of groups of files; each file is a group of its own.
+    # Milvus imports groups of files. Here each file is a group of its own.
     paths = sorted(target.folder.glob("*.parquet"))
     groups = [[f"labels/{path.name}"] for path in paths]
     request = {"collectionName": "labels", "files": groups}
@@ -61,21 +62,23 @@ def _milvus(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
 
 
 def _milvus_tables(target: ExportTarget, blocks: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Blocks with strings that fit a VarChar and attributes as JSON; notes how many texts were cut.
+    """Blocks whose strings fit a VarChar and whose attributes are JSON.
+
+    Adds a note about texts that had to be cut.
 
     Raises:
         BundleError: a uid does not fit.
     """
     num_cut = 0
     for block in blocks:
-        # A uid that is cut could be that of another label, so only texts are cut.
+        # Only texts are cut. A uid that is cut could equal that of another label.
         if _num_too_long(block["uid"]) > 0:
             raise BundleError(
                 f"a uid has more than {MAX_VARCHAR:,} bytes, the most in Milvus; choose another system"
             )
         num_cut += _num_too_long(block["text"])
         texts = [_cut(text) for text in block["text"].to_pylist()]
-        # Milvus knows no large strings.
+        # Milvus does not know Arrow's type large_string.
         columns = {
             "label_id": block["label_id"],
             "uid": block["uid"].cast(pa.string()),
@@ -87,7 +90,7 @@ def _milvus_tables(target: ExportTarget, blocks: Iterable[pa.Table]) -> Iterator
             objects = [_compact_json(_present(attributes)) for attributes in rows]
             columns["attributes"] = pa.array(objects, pa.string())
         yield pa.table(columns)
-    # All blocks are written by now, and the README follows.
+    # At this point all blocks are written. The README, which lists the notes, is written next.
     if num_cut:
         target.notes.append(
             f"{num_cut:,} texts were cut to {MAX_VARCHAR:,} bytes, the most that a VarChar of Milvus holds."
@@ -102,16 +105,16 @@ def _num_too_long(strings: pa.ChunkedArray) -> int:
 
 
 def _cut(text: str) -> str:
-    """The start of a text that a VarChar of Milvus holds, in whole characters."""
+    """The longest start of a text that a VarChar of Milvus holds."""
     start = text.encode()[:MAX_VARCHAR]
-    # The limit may divide a character; its first bytes are left out.
+    # If the limit divides a character, its first bytes are ignored.
     return start.decode(errors="ignore")
 
 
 # Systems that read lines of JSON.
 
 
-def _qdrant(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
+def _write_qdrant(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
     target.write_text("collection.json", target.filled(vector_readme.QDRANT_COLLECTION))
     target.write_lines("points-{}.jsonl", blocks, _qdrant_upserts)
 
@@ -126,12 +129,15 @@ def _qdrant_points(block: pa.Table) -> Iterator[str]:
         payload = {"uid": label["uid"], "text": label["text"]}
         if label["attributes"]:
             payload["attributes"] = label["attributes"]
-        label_id = label["label_id"]
-        vector = label["vector"]
-        yield f'{{"id":{label_id},"vector":{vector},"payload":{_compact_json(payload)}}}'
+        point = {
+            "id": str(label["label_id"]),
+            "vector": label["vector"],
+            "payload": _compact_json(payload),
+        }
+        yield _json_object(point)
 
 
-# By the type of an attribute in Arrow.
+# The type of a field by the Arrow type of its attribute.
 _WEAVIATE_TYPES = {
     "string": "text",
     "large_string": "text",
@@ -141,26 +147,34 @@ _WEAVIATE_TYPES = {
 }
 
 
-def _weaviate(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
+def _write_weaviate(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
     field_names = _field_names(target.attributes)
+    collection = _weaviate_collection(target.attributes, field_names)
+    target.write_text("collection.json", _indented_json(collection))
+    to_lines = functools.partial(_weaviate_batches, field_names)
+    target.write_lines("objects-{}.jsonl", blocks, to_lines)
+
+
+def _weaviate_collection(
+    attributes: pa.Schema | None, field_names: Mapping[str, str]
+) -> dict[str, Any]:
+    """The collection that the objects are added to."""
     properties = [
         {"name": "label_id", "dataType": ["int"]},
-        # "field": a uid is found as a whole, not by its words.
+        # The tokenization "field" makes Weaviate match a uid as a whole, not by its words.
         {"name": "uid", "dataType": ["text"], "tokenization": "field"},
         {"name": "text", "dataType": ["text"]},
     ]
-    for attribute in target.attributes or ():
+    for attribute in attributes or ():
+        name = field_names[attribute.name]
         data_type = _WEAVIATE_TYPES[str(attribute.type)]
-        properties.append({"name": field_names[attribute.name], "dataType": [data_type]})
-    collection = {
+        properties.append({"name": name, "dataType": [data_type]})
+    return {
         "class": "Label",
         "vectorizer": "none",
         "vectorIndexConfig": {"distance": "dot"},
         "properties": properties,
     }
-    target.write_text("collection.json", _indented_json(collection))
-    to_lines = functools.partial(_weaviate_batches, field_names)
-    target.write_lines("objects-{}.jsonl", blocks, to_lines)
 
 
 def _weaviate_batches(field_names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
@@ -170,19 +184,20 @@ def _weaviate_batches(field_names: Mapping[str, str], block: pa.Table) -> Iterat
 
 def _weaviate_objects(field_names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
     for label in _labels(block):
-        # An id in Weaviate is a UUID. This one is a hash of the label's id, so every export gives a
-        # label the same one.
+        # Ids in Weaviate are UUIDs. This UUID is a hash of the label's id, so a label gets the same
+        # UUID in every export.
         name_of_label = f"xmcray:label:{label['label_id']}"
         uuid_of_label = uuid.uuid5(uuid.NAMESPACE_URL, name_of_label)
         weaviate_object = {
-            "class": "Label",
-            "id": str(uuid_of_label),
-            "properties": _fields(label, field_names),
+            "class": _compact_json("Label"),
+            "id": _compact_json(str(uuid_of_label)),
+            "properties": _compact_json(_fields(label, field_names)),
+            "vector": label["vector"],
         }
-        yield _with_field(_compact_json(weaviate_object), "vector", label["vector"])
+        yield _json_object(weaviate_object)
 
 
-# By the type of an attribute in Arrow.
+# The type of a field by the Arrow type of its attribute.
 _VESPA_TYPES = {
     "string": "string",
     "large_string": "string",
@@ -192,12 +207,13 @@ _VESPA_TYPES = {
 }
 
 
-def _vespa(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
+def _write_vespa(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
     field_names = _field_names(target.attributes)
     attribute_fields = ""
     for attribute in target.attributes or ():
+        name = field_names[attribute.name]
         field_type = _VESPA_TYPES[str(attribute.type)]
-        attribute_fields += vector_readme.vespa_field(field_names[attribute.name], field_type)
+        attribute_fields += vector_readme.vespa_field(name, field_type)
     schema = target.filled(vector_readme.VESPA_SCHEMA).replace("ATTRIBUTES", attribute_fields)
     target.write_text("application/schemas/label.sd", schema)
     target.write_text("application/services.xml", vector_readme.VESPA_SERVICES)
@@ -211,26 +227,29 @@ def _plane_end(plane: int) -> str:
     return chr(last - 1) + chr(last)
 
 
-# Vespa accepts some code points nowhere (com.yahoo.text.Text): most control characters, a range
-# that Unicode reserves, and the ends of the planes 1 to 16.
+# The code points that Vespa refuses in every text (com.yahoo.text.Text): most control characters, a
+# range that Unicode reserves, and the ends of the planes 1 to 16.
 _PLANE_ENDS = "".join(_plane_end(plane) for plane in range(1, 17))
 _NOT_IN_TEXT = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\ufdd0-\ufddf{_PLANE_ENDS}]")
-# In a document id they are percent-encoded, and so is the percent sign itself.
+# In a document id these code points are percent-encoded, and so is the percent sign itself.
 _ESCAPED_IN_ID = re.compile(f"{_NOT_IN_TEXT.pattern}|%")
 
 
 def _vespa_puts(field_names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
-    """One put per label."""
+    """One put operation per label."""
     for label in _labels(block):
-        fields = _fields(label, field_names)
-        for name, value in fields.items():
+        fields = {}
+        for name, value in _fields(label, field_names).items():
             if isinstance(value, str):
-                fields[name] = _NOT_IN_TEXT.sub(" ", value)
-        tensor = f'{{"values":{label["vector"]}}}'
-        all_fields = _with_field(_compact_json(fields), "vector", tensor)
+                value = _NOT_IN_TEXT.sub(" ", value)
+            fields[name] = _compact_json(value)
+        fields["vector"] = _json_object({"values": label["vector"]})
         uid = _ESCAPED_IN_ID.sub(_percent_encoded, label["uid"])
-        document_id = _compact_json(f"id:xmcray:label::{uid}")
-        yield f'{{"put":{document_id},"fields":{all_fields}}}'
+        put = {
+            "put": _compact_json(f"id:xmcray:label::{uid}"),
+            "fields": _json_object(fields),
+        }
+        yield _json_object(put)
 
 
 def _percent_encoded(match: re.Match[str]) -> str:
@@ -241,12 +260,12 @@ def _percent_encoded(match: re.Match[str]) -> str:
 
 
 def _labels(block: pa.Table) -> Iterator[dict[str, Any]]:
-    """Each label as a dict, whose vector is the text of a JSON array."""
+    """Each label as a dict. Its "vector" is the text of a JSON array."""
     vectors = block["vector"].combine_chunks()
-    # All numbers of the block at once. Arrow prints the shortest digits that give the same float32
-    # back.
+    # One flat array holds the numbers of all labels. Arrow prints the fewest digits from which the same
+    # float32 can be read.
     numbers = pc.cast(vectors.flatten(), pa.string())
-    # Then the numbers of each label again, by the offsets of the vectors.
+    # The offsets of the vectors cut the flat array into the numbers of each label again.
     number_lists = pa.ListArray.from_arrays(vectors.offsets, numbers)
     joined_numbers = pc.binary_join(number_lists, ",")
     for label in _with_vectors(block, joined_numbers).to_pylist():
@@ -256,15 +275,14 @@ def _labels(block: pa.Table) -> Iterator[dict[str, Any]]:
 
 
 def _present(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a label without those that it lacks."""
+    """The attributes that a label has. Arrow lists those that it lacks as None."""
     return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _field_names(attributes: pa.Schema | None) -> dict[str, str]:
-    """The name of each attribute's field in a system whose fields have restricted names.
+    """By attribute, the name of its field in a system that restricts the names of fields.
 
-    Characters that a field's name cannot have become _. If two names become the same one, the later
-    one gets a further _.
+    Characters that are not allowed become _. If two names become equal, the later one gets a further _.
     """
     field_names: dict[str, str] = {}
     for attribute in attributes or ():
@@ -276,7 +294,7 @@ def _field_names(attributes: pa.Schema | None) -> dict[str, str]:
 
 
 def _fields(label: Mapping[str, Any], field_names: Mapping[str, str]) -> dict[str, Any]:
-    """A label without its vector, with each attribute in its field."""
+    """The fields of a label, except for its vector. Each attribute is a field of its own."""
     fields = {name: label[name] for name in ("label_id", "uid", "text")}
     for attribute, value in label["attributes"].items():
         fields[field_names[attribute]] = value
@@ -284,11 +302,11 @@ def _fields(label: Mapping[str, Any], field_names: Mapping[str, str]) -> dict[st
 
 
 def _request_bodies(name: str, items: Iterable[str]) -> Iterator[str]:
-    """Splits items into requests with a bounded number of items and bytes.
+    """Splits items into requests of at most REQUEST_ITEMS items and about REQUEST_BYTES bytes.
 
     Args:
         name: the field of the body that lists the items.
-        items: JSON of each item, in ASCII, so that a character is a byte.
+        items: the JSON of each item. It is ASCII, so its length is its number of bytes.
     """
     batch: list[str] = []
     size = 0
@@ -305,17 +323,17 @@ def _request_bodies(name: str, items: Iterable[str]) -> Iterator[str]:
 
 def _request_body(name: str, items: Iterable[str]) -> str:
     joined_items = ",".join(items)
-    return f'{{"{name}":[{joined_items}]}}'
+    return _json_object({name: f"[{joined_items}]"})
 
 
-def _with_field(json_object: str, name: str, value: str) -> str:
-    """A JSON object, which has other fields, with a further one whose value is JSON already."""
-    without_brace = json_object[:-1]
-    return f'{without_brace},"{name}":{value}}}'
+def _json_object(fields: Mapping[str, str]) -> str:
+    """A JSON object of fields whose values are JSON already. Names need no escapes."""
+    members = [f'"{name}":{value}' for name, value in fields.items()]
+    joined_members = ",".join(members)
+    return f"{{{joined_members}}}"
 
 
-def _compact_json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
+_compact_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def _indented_json(value: object) -> str:
@@ -324,9 +342,9 @@ def _indented_json(value: object) -> str:
 
 SYSTEMS: Mapping[str, Callable[[ExportTarget, Iterable[pa.Table]], None]] = {
     "parquet": ExportTarget.write_tables,
-    "qdrant": _qdrant,
-    "milvus": _milvus,
-    "vespa": _vespa,
-    "lancedb": _lancedb,
-    "weaviate": _weaviate,
+    "qdrant": _write_qdrant,
+    "milvus": _write_milvus,
+    "vespa": _write_vespa,
+    "lancedb": _write_lancedb,
+    "weaviate": _write_weaviate,
 }
