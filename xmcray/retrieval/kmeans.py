@@ -18,15 +18,16 @@ from xmcray.types import Int64Array
 def build_lists(
     vector_ND: Tensor, long_ids: Int64Array, num_lists: int, seed: int
 ) -> InvertedLists:
-    """Inverted lists of all rows but the long ones, the same for the same arguments.
+    """Clusters all rows but the long ones into inverted lists. Equal arguments give equal lists.
 
     Args:
-        vector_ND: float32, on the device to compute on.
-        long_ids: int64, ascending positions of rows that are to be in no list.
+        vector_ND: float32, on the device that computes.
+        long_ids: int64, ascending positions of the rows that are not clustered.
         num_lists: C, at most the number of the other rows.
         seed: of the sample.
     """
-    row_ids = np.setdiff1d(np.arange(len(vector_ND)), long_ids, assume_unique=True)
+    all_ids = np.arange(len(vector_ND))
+    row_ids = np.setdiff1d(all_ids, long_ids, assume_unique=True)
     random = np.random.default_rng(seed)
     num_samples = min(len(row_ids), TRAIN_ROWS_PER_LIST * num_lists)
     sample = random.choice(row_ids, num_samples, replace=False)
@@ -39,11 +40,12 @@ def build_lists(
 
 
 def _centroids(sample_SD: Tensor, num_lists: int) -> Tensor:
-    """float32 [C, D], unit vectors: spherical k-means, as FAISS does it for inner products."""
-    # The first rows are a random choice, because the sample is in random order.
+    """float32 [C, D], unit vectors, by spherical k-means as in FAISS for inner products."""
+    # The sample is in random order, so its first rows are a random choice.
     centroid_CD = nn.functional.normalize(sample_SD[:num_lists], dim=1)
-    # A GPU adds the rows of a list in any order, and a sum of floats depends on it. So rows become
-    # integers up to 2^32, of which 2^31 can be added in 64 bits.
+    # A GPU adds the rows of a list in an arbitrary order, and a sum of floats depends on the order. A
+    # sum of integers does not. So elements become integers up to 2^32, of which 2^31 can be added in 64
+    # bits.
     scale = 2.0**32 / sample_SD.abs().max().clamp_min(1e-30)
     integer_SD = (sample_SD.double() * scale).long()
     for _ in range(KMEANS_ROUNDS):
@@ -51,7 +53,7 @@ def _centroids(sample_SD: Tensor, num_lists: int) -> Tensor:
         sum_CD = torch.zeros(centroid_CD.shape, dtype=torch.int64, device=sample_SD.device)
         sum_CD.index_add_(0, list_S, integer_SD)
         mean_CD = nn.functional.normalize(sum_CD.double(), dim=1).float()
-        # A list that no row is nearest to stays where it is.
+        # The centroid of a list without rows stays where it is.
         is_empty_C1 = (sum_CD == 0).all(dim=1, keepdim=True)
         centroid_CD = torch.where(is_empty_C1, centroid_CD, mean_CD)
     return centroid_CD

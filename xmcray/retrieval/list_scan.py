@@ -1,17 +1,17 @@
-"""Many queries against inverted lists: each list is multiplied with the queries that visit it.
+"""Searches inverted lists with many queries: one matrix product per list.
 
-A search one query at a time reads a list once for each query and scores its rows one by one. Here
-one matrix product scores a list for all the queries that visit it. A row then costs as much as in
-an exhaustive search, but few rows are scored, and every score is exact. The search for the hard
-negatives of a whole epoch is done this way, on a CPU or on the device that holds the rows.
+A search that takes one query at a time reads a list again for each query. Here one matrix product
+scores a list for all queries that visit it. A score costs as little as in an exhaustive search, but
+only the rows of the visited lists are scored. Every score is exact. The search for the hard
+negatives of a whole epoch works this way, on a CPU or on the device that holds the rows.
 
-The search goes in rounds, of few lists per query at first and of many at the end. The K-th best
-score of a query so far is its bar. A hit is a score that reaches the bar; only hits are kept, and
-from time to time they are merged into the best answers, which raises the bar.
+The search goes in rounds. In the first rounds a query visits few lists, in the last rounds many. The
+k-th best score of a query so far is its *bar*. A *hit* is a score that reaches the bar. Only hits are
+kept. From time to time they are merged into the best answers, which raises the bar.
 
-A product is small, and a device takes as long to start an operation as to read a thousand rows. So
-the products of many lists are written one after another into one buffer. All further steps are one
-operation for the whole buffer.
+The product of one list is small, and starting an operation on a device takes as long as reading a
+thousand rows. So the products of many lists are written one after another into one buffer, and each
+later step is one operation on the whole buffer.
 
 Letters of axes here, in addition to those in types.py:
 
@@ -47,7 +47,7 @@ from xmcray.retrieval.exact import (
 from xmcray.retrieval.inverted_lists import InvertedLists, num_groups
 from xmcray.types import Float32Array, spans
 
-# By the end of a round, a query has visited so many times the lists of the rounds before.
+# After each round, a query has visited this many times as many lists as before the round.
 ROUND_GROWTH = 16
 
 
@@ -83,7 +83,7 @@ def scan_lists(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some visits of one list.
+    """Visits of one list that are scored by one matrix product.
 
     Attributes:
         first_row: where the list begins in `InvertedLists.row_ids`.
@@ -104,12 +104,20 @@ class _Piece:
 
     @property
     def num_visits(self) -> int:
-        """Queries whose visits these are."""
+        """Number of queries, because each visit is that of another query."""
         return self.stop - self.start
 
 
 class _ChunkScan:
-    """One chunk of queries: the best keys so far, and the hits that are not among them yet."""
+    """Searches for one chunk of queries.
+
+    Args:
+        lists: all rows.
+        queries: float32 [B, D].
+        k: answers per query.
+        rows: ids and hidden positions of all rows, for these queries.
+        id_N: int64, `rows.ids` on the device of the rows.
+    """
 
     def __init__(
         self,
@@ -125,8 +133,9 @@ class _ChunkScan:
         self.id_N = id_N
         self.some_no_answer = bool((rows.ids < 0).any())
         self.best_BK = empty_keys(len(queries), k).to(device, copy=True)
-        # Each query's K-th best score so far.
+        # The k-th best score of each query so far.
         self.bar_B = scores_of(self.best_BK[:, -1])
+        # Hits that are not merged into `best_BK` yet.
         self.hits: list[Hits] = []
         self.num_hits = 0
         self.buffer = self.query_BD.new_empty(0)
@@ -138,12 +147,12 @@ class _ChunkScan:
         """Visits the nearest lists and all lists of long rows; returns the best keys, int64 [B, k]."""
         num_long = self.lists.num_long
         nearest_BV = self._nearest_lists(nprobe)
-        # Lists of long rows are the last of all lists, and every query visits all of them.
+        # Lists of long rows come after all other lists, and every query visits all of them.
         long_V = torch.arange(num_long, dtype=torch.int32, device=nearest_BV.device)
         long_V += len(self.lists.centroid_CD)
         long_BV = long_V.expand(len(nearest_BV), -1)
-        # Good answers are likely in the nearest lists and among the longest rows. Visiting few of
-        # both first raises the bar, so that the large last rounds have few hits.
+        # Good answers are likely in the nearest lists and among the longest rows. Small rounds over
+        # these raise the bar, so that the large last rounds have few hits.
         start = 0
         while start < max(nprobe, num_long):
             stop = max(1, ROUND_GROWTH * start)
@@ -167,22 +176,23 @@ class _ChunkScan:
 
         Args:
             list_BV: int32 [B, V], the lists that each query visits in this round.
-            is_first: nothing was scored before this round, in which a query visits one list.
+            is_first: whether this is the first round, in which each query visits one list.
         """
         width = list_BV.shape[1]
         if not width:
             return
-        # Sorted by list, the visits of one list lie next to each other.
+        # Sorting by list puts the visits of one list next to each other.
         list_P, place_P = list_BV.reshape(-1).sort(stable=True)
-        # The table was flattened row by row, so the number of a visit's row is its query.
+        # The table was flattened row by row, so a place divided by the width is the query.
         query_P = place_P // width
-        # Where the visits of each list begin, and the end of all visits.
+        # `starts` says where the visits of each list begin. Its last entry is the number of visits.
         num_lists = len(self.lists.size_A)
         list_ids = torch.arange(num_lists + 1, dtype=torch.int32, device=list_P.device)
         starts = torch.searchsorted(list_P, list_ids).tolist()
         limit = self.lists.limits.scores
         if is_first:
-            # Scores of the first round exist twice, and the best are selected.
+            # `_list_bar` copies the scores of the first round and selects the best of them, which
+            # takes more memory.
             limit //= 4
         for pieces in self._batches(starts, limit):
             batch = slice(pieces[0].start, pieces[-1].stop)
@@ -192,11 +202,11 @@ class _ChunkScan:
         self._merge_hits()
 
     def _batches(self, starts: Sequence[int], limit: int) -> Iterator[list[_Piece]]:
-        """Cuts the visits of each list into pieces, and yields the pieces that are scored at once.
+        """Cuts the visits of each list into pieces, and yields batches of pieces.
 
         Args:
-            starts: where the visits of each list begin, and the end of all.
-            limit: scores and elements of vectors in one batch, at most.
+            starts: where the visits of each list begin, and the number of all visits.
+            limit: the most scores and elements of vectors in one batch.
         """
         dim = self.query_BD.shape[1]
         pieces: list[_Piece] = []
@@ -211,9 +221,10 @@ class _ChunkScan:
             for low in range(start, stop, most_visits):
                 piece = _Piece(first_row, num_rows, low, min(low + most_visits, stop))
                 size = piece.num_visits * visit_size + num_rows * dim
-                # Lists of a batch have about one size, as `_list_bar` needs it.
+                # `_list_bar` pads all lists of a batch to the longest, so they must be of similar size.
                 is_larger = pieces and piece.num_rows > 2 * pieces[0].num_rows
-                if pieces and (is_larger or num_elements + size > limit):
+                is_full = num_elements + size > limit
+                if pieces and (is_larger or is_full):
                     yield pieces
                     pieces = []
                     num_elements = 0
@@ -228,36 +239,37 @@ class _ChunkScan:
         """Scores the visits of a batch and keeps the hits.
 
         Args:
-            pieces: lists with their visits, one after another.
-            query_P: int64, the query of each of these visits.
-            list_P: int64, its list.
+            pieces: the visits, by list.
+            query_P: int64, the query of each visit.
+            list_P: int64, the list of each visit.
             is_first: as in `_visit_lists`.
         """
         score_GJ = self._products(pieces, query_P)
         size_P = self.lists.size_A[list_P]
         groups_P = num_groups(size_P)
-        # The first group of each visit, because the groups of all visits lie one after another.
+        # The first group of each visit. The groups of all visits lie one after another.
         first_P = groups_P.cumsum(0) - groups_P
         visits = torch.arange(len(list_P), dtype=torch.int32, device=list_P.device)
         visit_G = torch.repeat_interleave(visits, groups_P, output_size=len(score_GJ))
         bar_P = self.bar_B[query_P]
-        # Hidden rows would count for the bar, but not for the answer.
+        # In the first round no query has a bar yet. The k-th best score of its list becomes its bar, but
+        # not if rows are hidden: these would raise the bar and are no answers.
         if is_first and not len(self.hidden_pairs):
             most_rows = max(piece.num_rows for piece in pieces)
             bar_P = self._list_bar(score_GJ, visit_G, first_P, size_P, most_rows)
-        # A score of -inf is no hit.
+        # With a finite bar, a score of -inf is no hit.
         bar_P = bar_P.clamp(min=torch.finfo(bar_P.dtype).min)
 
-        # Most groups have no hit, so the maximum of a group is compared first. A NaN must not hide
-        # a hit in its group: the maximum is NaN then, and not below the bar.
+        # Most groups have no hit, so the maximum of a group is compared first. The comparison must be
+        # "not below": a group with a NaN has the maximum NaN, and may have a hit too.
         max_G = score_GJ.amax(dim=1)
         is_below_G = max_G < bar_P[visit_G]
         group_H = is_below_G.logical_not_().nonzero()[:, 0]
         visit_H = visit_G[group_H]
         score_HJ = score_GJ[group_H]
-        # Place of the group's first row in its list.
+        # The place of the group's first row in its list.
         slot_H = GROUP * (group_H - first_P[visit_H])
-        # Rows beyond the size of a list repeat its last row.
+        # Slots beyond the size of a list repeat its last row, and are no hits.
         rows_left_H = size_P[visit_H] - slot_H
         columns = torch.arange(GROUP, device=list_P.device)
         is_hit_HJ = columns < rows_left_H[:, None]
@@ -265,7 +277,7 @@ class _ChunkScan:
 
         group_I, column_I = is_hit_HJ.nonzero(as_tuple=True)
         visit_I = visit_H[group_I]
-        # A row's place among those of all lists: its list, the group in the list, the row in it.
+        # The place of a row in `row_ids`: start of its list, start of its group, place in the group.
         list_start_I = self.lists.offset_A[list_P[visit_I]]
         place_I = list_start_I + slot_H[group_I] + column_I
         row_I = self.lists.row_ids[place_I]
@@ -279,13 +291,13 @@ class _ChunkScan:
         row_ids = torch.cat([self.lists.row_ids[piece.rows] for piece in pieces])
         vector_RD = self.lists.vector_ND.index_select(0, row_ids)
         num_scores = sum(piece.num_visits * piece.num_rows for piece in pieces)
-        # One buffer for all products: fresh memory costs as much as the product that fills it.
+        # The buffer is reused, because new memory costs as much as the product that fills it.
         if num_scores > len(self.buffer):
             self.buffer = self.query_BD.new_empty(max(num_scores, self.lists.limits.scores))
         visits = query_PD.split([piece.num_visits for piece in pieces])
         rows = vector_RD.split([piece.num_rows for piece in pieces])
         start = 0
-        # One product per list. All that can be done for all lists at once happens outside this loop.
+        # This loop only multiplies. Everything that can be done for all lists at once is outside of it.
         for piece, query_QD, list_RD in zip(pieces, visits, rows, strict=True):
             stop = start + len(query_QD) * len(list_RD)
             score_QR = self.buffer[start:stop].view(len(query_QD), len(list_RD))
@@ -299,14 +311,14 @@ class _ChunkScan:
     def _list_bar(
         self, score_GJ: Tensor, visit_G: Tensor, first_P: Tensor, size_P: Tensor, most_rows: int
     ) -> Tensor:
-        """float32 [P], the K-th best score of each visited list; -inf if it has fewer rows.
+        """float32 [P], the k-th best score of each visit; -inf if its list has fewer rows.
 
         Args:
             score_GJ: float32, the scores of all visits.
             visit_G: int64, the visit of each group.
             first_P: int64, the first group of each visit.
             size_P: int64, rows of the visited list.
-            most_rows: rows of the longest of these lists, in whole groups.
+            most_rows: rows of the longest list, in whole groups.
         """
         k = self.best_BK.shape[1]
         num_visits = len(first_P)
@@ -338,12 +350,12 @@ class _ChunkScan:
         num_queries, k = self.best_BK.shape
         # The place of each hit among the hits of its query.
         slot_I = row_slots(hits.query_P, num_queries)
-        # The query with most hits decides how many queries fit one rectangle of keys.
+        # The keys of a block of queries form a table, whose width is that of the query with most hits.
         most_hits = int(slot_I.max()) + 1 if len(slot_I) else 0
         num_at_once = max(1, self.lists.limits.keys // (k + most_hits))
         start = 0
         for span in spans(num_queries, num_at_once):
-            # Hits are sorted by query, so those of a span of queries lie next to each other.
+            # Hits are sorted by query, so the hits of a span of queries are neighbours.
             stop = int(torch.searchsorted(hits.query_P, span.stop))
             self.best_BK[span] = with_new_keys(
                 self.best_BK[span],
@@ -360,8 +372,8 @@ class _ChunkScan:
             return hits
         pairs = hits.query_P * len(self.lists.vector_ND) + hits.row_P
         place = torch.searchsorted(self.hidden_pairs, pairs)
-        # A pair above all hidden ones has the place after the last one. Any other place shows as well
-        # that it is visible.
+        # A pair that is larger than all hidden pairs has a place after the last one. It is compared with
+        # the last one, from which it differs, so it is visible.
         place.clamp_(max=len(self.hidden_pairs) - 1)
         is_visible = self.hidden_pairs[place] != pairs
         return hits.take(is_visible.nonzero()[:, 0])
@@ -371,6 +383,6 @@ def _order(query_I: Tensor) -> Tensor:
     """int64 [I], the order that sorts hits by query."""
     if query_I.device.type == "cuda":
         return torch.argsort(query_I, stable=True)
-    # Queries of a chunk have numbers of 16 bits, and NumPy sorts those by a fast radix sort.
+    # The queries of a chunk are numbered with 16 bits, and NumPy sorts these by a fast radix sort.
     query_numbers = query_I.numpy().astype(np.uint16)
     return torch.from_numpy(np.argsort(query_numbers, kind="stable"))

@@ -1,4 +1,4 @@
-"""Training queries and label texts by their words: an exact inverted index. In a bundle:
+"""An exact inverted index of the words of training queries and label texts. In a bundle:
 
     words/terms.npy             uint64 [V], ascending: the terms (terms.py)
     words/idf.npy               float64 [V]: how rare each term is
@@ -11,9 +11,9 @@
 The files of queries are absent if training queries do not vote by their words, and those of labels
 if the words of label texts do not count.
 
-A score is a cosine of TF-IDF vectors. The arrays stay on disk, and a search reads the lists of a
-query's own terms. A label that joins later gets its vector from its text, by the same terms and
-rarities, so no other score changes.
+A score is a cosine of TF-IDF vectors. The arrays stay on disk, and a search reads only the lists of
+the query's terms. A label that joins later gets its vector from its text, with the terms and the
+rarities of the index, so no other score changes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FOLDER = "words"
 QUERIES = "query"
 LABELS = "label"
 _TINY = float(np.finfo(np.float32).tiny)  # the least positive cosine
-LARGEST_SHARE = 0.2  # a term that a larger share of the texts has is left out
+LARGEST_SHARE = 0.2  # terms that occur in a larger share of the texts are left out
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,8 @@ class WordIndex:
         vocabulary: the terms, and how rare they are.
         queries: CSR float32 [V, training queries], or None.
         labels: CSR float32 [V, labels of the export], or None.
-        joined: CSR float32 [V, labels that joined since], their ids follow those of the export.
+        joined: CSR float32 [V, labels that joined since], or None. Their ids follow those of the
+            export.
     """
 
     vocabulary: Vocabulary
@@ -81,7 +82,7 @@ class WordIndex:
         return cls(vocabulary, postings.get(QUERIES), postings.get(LABELS))
 
     def with_labels(self, texts: Sequence[str]) -> WordIndex:
-        """A view with labels that join, in the order of their ids."""
+        """An index that has the texts of further labels too, in the order of their ids."""
         if self.labels is None or not texts:
             return self
         counts = TermCounts.of(texts, words)
@@ -117,7 +118,7 @@ class WordIndex:
         return top
 
     def label_cosines(self, terms: TermWeights) -> Float32Array:
-        """float32 [B, L], cosines of B queries and all label texts; for few queries at a time."""
+        """float32 [B, L], cosines of B queries and all label texts. The result is large if B is."""
         num_exported = self.labels.shape[1]
         num_labels = num_exported
         if self.joined is not None:
@@ -131,13 +132,13 @@ class WordIndex:
 
 
 def _add_cosines(postings: Any, terms: TermWeights, query: int, cosine_N: Float32Array) -> None:
-    """Adds to each row's cosine with a query, term by term; the order of terms is that of columns.
+    """Adds up the cosine of one query with each row.
 
     Args:
         postings: CSR float32 [V, N], the rows that have each term.
         terms: of some queries.
-        query: which of them.
-        cosine_N: float32, zeros at first; changes.
+        query: the number of the query among them.
+        cosine_N: float32, the sums, changed in place. The terms are added in ascending order.
     """
     span = slice(terms.offsets[query], terms.offsets[query + 1])
     columns = terms.columns[span]
@@ -217,7 +218,8 @@ def _read_vocabulary(folder: Path) -> Vocabulary:
     are_rarities = len(hashes) == len(idf) and np.isfinite(idf).all()
     if not is_ascending or not are_rarities:
         raise ValueError("expected ascending terms with one rarity each")
-    # Plain arrays over the same memory: each look-up in a memory map costs microseconds more.
+    # `asarray` makes plain arrays over the same memory. In a `memmap`, each look-up would take
+    # microseconds longer.
     return Vocabulary(np.asarray(hashes), np.asarray(idf))
 
 
@@ -226,7 +228,7 @@ def _read_postings(folder: Path, kind: str, num_terms: int, num_rows: int) -> An
     rows = read_array(folder / f"{kind}_rows.npy", np.int32, mapped=True)
     values = read_array(folder / f"{kind}_values.npy", np.float32, mapped=True)
     check_offsets(offsets, num_terms, len(values))
-    # Rows are checked here, because a product of sparse matrices does not check where it writes.
+    # A product of sparse matrices does not check where it writes, so the rows are checked here.
     are_values = len(rows) == len(values) and np.isfinite(values).all()
     if not are_ids(rows, num_rows) or not are_values:
         raise ValueError(f"expected rows below {num_rows} with one value each")
@@ -235,5 +237,5 @@ def _read_postings(folder: Path, kind: str, num_terms: int, num_rows: int) -> An
 
 
 def _transposed(vectors: Any) -> Any:
-    """CSR [V, rows] of CSR [rows, V]: the rows that have each term, ascending."""
+    """CSR [V, rows], the ascending rows that have each term, of CSR [rows, V]."""
     return vectors.T.tocsr()
