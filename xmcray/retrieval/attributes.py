@@ -3,8 +3,8 @@
     attributes.parquet    rows by source id; columns of string, bool, int64 or float64, null where a
                           label lacks the attribute; the file is absent if no label has any
 
-In memory a column is an Arrow array. Columns of strings are dictionaries: a condition compares each
-distinct string once, so that it takes milliseconds for 10^6 labels.
+In memory a column is an Arrow array. Columns of strings are dictionary-encoded. A condition compares
+each distinct string only once, which takes milliseconds for 10^6 labels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_NAME = 100  # characters
 
 Scalar = str | bool | int | float
 
-# What a type is called in messages, and the columns that hold it in memory.
+# The type of a column in memory, by the name of the type in messages.
 _TYPES = {
     "string": pa.dictionary(pa.int32(), pa.large_string()),
     "bool": pa.bool_(),
@@ -39,10 +39,10 @@ _TYPES = {
 }
 _KINDS = {arrow_type: kind for kind, arrow_type in _TYPES.items()}
 _NUMBERS = ("int64", "float64")
-_EXACT = 1 << 53  # integers up to here are float64 values
+_EXACT = 1 << 53  # float64 represents all integers up to this one exactly
 _INT64 = 1 << 63
-# Name of a bound, how values compare with it, and how a bound between two integers becomes the
-# integer that means the same.
+# Of each bound: its name, the comparison, and the rounding. If a bound lies between two integers, the
+# rounding gives the integer that bounds the same integers.
 _BOUNDS = (
     ("gt", np.greater, math.floor),
     ("gte", np.greater_equal, math.ceil),
@@ -53,7 +53,7 @@ _BOUNDS = (
 
 @runtime_checkable
 class Bounds(Protocol):
-    """A range of numbers: every bound that is not None holds."""
+    """A range of numbers. A bound that is None does not restrict it."""
 
     gt: float | None
     gte: float | None
@@ -65,7 +65,7 @@ Condition = Scalar | Sequence[Scalar] | Bounds
 
 
 class LabelAttributes:
-    """The attributes of all labels of a bundle; never changes.
+    """The attributes of all labels of a bundle. Immutable.
 
     Without columns no label has an attribute. `load` and `with_rows` make other objects.
 
@@ -116,22 +116,23 @@ class LabelAttributes:
         ids = pa.array(np.asarray(label_ids, np.int64))
         sets: list[dict[str, Scalar]] = [{} for _ in ids]
         for name, column in self._columns.items():
-            for attributes, value in zip(sets, column.take(ids).to_pylist(), strict=True):
+            values = column.take(ids).to_pylist()
+            for attributes, value in zip(sets, values, strict=True):
                 if value is not None:
                     attributes[name] = value
         return sets
 
     def mask(self, conditions: Mapping[str, Condition]) -> BoolArray:
-        """Which labels meet all conditions; a label without an attribute meets none about it.
+        """The labels that meet all conditions. A label that lacks an attribute meets no condition on it.
 
         Args:
-            conditions: by attribute a value, several values of which one has to match, or bounds of
-                a number.
+            conditions: by attribute a value, several values of which one must match, or bounds of a
+                number.
         Returns:
             bool [L].
         Raises:
-            ConfigError: no label has such an attribute (the nearest is named), or it is of another
-                type.
+            ConfigError: no label has such an attribute (the nearest name is given), or the attribute is
+                of another type.
         """
         mask = np.ones(self.num_labels, bool)
         for name, condition in conditions.items():
@@ -169,12 +170,11 @@ class LabelAttributes:
             raise ConfigError(
                 f"labels would have {len(names)} different attributes, expected at most {MAX_NAMES}"
             )
-        # New values are appended to the old ones of each column. Here is the place of each label's
-        # value there: of its old one, of its new one, or -1 if it has none.
+        # Below, the new values of each column are appended to its old values. `place_L` says where a
+        # label finds its value in there. The place -1 of a new label without attributes becomes null.
         place_L = np.full(num_labels, -1)
         place_L[: self.num_labels] = np.arange(self.num_labels)
         place_L[list(rows)] = self.num_labels + np.arange(len(rows))
-        # A masked place takes null.
         places = pa.array(place_L, mask=place_L < 0)
         columns = {}
         for name in names:
@@ -183,7 +183,7 @@ class LabelAttributes:
             kind = _TYPES[_common_kind(name, old, new)]
             if old is None:
                 old = pa.nulls(self.num_labels, kind)
-            # Large integers are no floats, but they are refused already.
+            # `_common_kind` has refused integers that float64 cannot represent.
             old = old.cast(kind, safe=False)
             old_and_new = pa.concat_arrays([old, pa.array(new, kind)])
             columns[name] = old_and_new.take(places)
@@ -191,10 +191,10 @@ class LabelAttributes:
 
 
 def attribute_set(value: object) -> dict[str, Scalar]:
-    """Checks the attributes of one label as they come from outside.
+    """Checks the attributes of one label from an untrusted source.
 
     Raises:
-        ConfigError: it is not a mapping from names to strings, booleans and finite numbers.
+        ConfigError: `value` is not a mapping from names to strings, booleans and finite numbers.
     """
     if not isinstance(value, Mapping):
         raise ConfigError(
@@ -229,12 +229,12 @@ def _is_utf8(text: str) -> bool:
 
 
 def _common_kind(name: str, column: pa.Array | None, new: Sequence[Scalar | None]) -> str:
-    """The type that can hold the present values of an attribute and new ones.
+    """The type that can hold the old values of an attribute and the new ones.
 
-    Integers become floats if both occur.
+    If both integers and floats occur, the integers become floats.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such type.
     """
     kind = None if column is None else _KINDS[column.type]
     new_values = [value for value in new if value is not None]
@@ -250,16 +250,20 @@ def _common_kind(name: str, column: pa.Array | None, new: Sequence[Scalar | None
             )
     assert kind is not None
     if kind == "float64":
-        # All integers of the attribute now have to be floats too.
-        integers = [value for value in new_values if isinstance(value, int)]
-        if column is not None and column.type == pa.int64():
-            integers += column.drop_null().to_pylist()
-        for value in integers:
-            if abs(value) > _EXACT:
-                raise ConfigError(
-                    f"attribute {name!r} has fractions and {value}, which is no float: give it one type"
-                )
+        _check_exact(name, column, new_values)
     return kind
+
+
+def _check_exact(name: str, column: pa.Array | None, new_values: Sequence[Scalar]) -> None:
+    """Raises ConfigError if an integer of an attribute, old or new, is no float64."""
+    integers = [value for value in new_values if isinstance(value, int)]
+    if column is not None and column.type == pa.int64():
+        integers += column.drop_null().to_pylist()
+    for value in integers:
+        if abs(value) > _EXACT:
+            raise ConfigError(
+                f"attribute {name!r} has fractions and {value}, which is no float: give it one type"
+            )
 
 
 def _kind(value: Scalar) -> str:
@@ -272,7 +276,7 @@ def _kind(value: Scalar) -> str:
 
 
 def _is_one_of(name: str, column: pa.Array, condition: Any) -> BoolArray:
-    """bool [L], the labels whose value is the wanted one, or one of several."""
+    """bool [L], the labels whose value equals the condition, or one of the values that it lists."""
     is_list = isinstance(condition, list | tuple | set | frozenset)
     wanted = list(condition) if is_list else [condition]
     kind = _KINDS[column.type]
@@ -283,19 +287,22 @@ def _is_one_of(name: str, column: pa.Array, condition: Any) -> BoolArray:
                 f"attribute {name!r} is of type {kind}, found {value!r}: compare it with that type"
             )
     if kind in _NUMBERS:
-        # A value that the type cannot hold, such as 1999.5 for integers, matches no label.
-        numbers = [_as_kind(kind, value) for value in wanted]
-        held_numbers = [number for number in numbers if number is not None]
+        wanted_numbers = []
+        for value in wanted:
+            number = _as_kind(kind, value)
+            # A value that the type cannot represent, such as 1999.5 for integers, matches no label.
+            if number is not None:
+                wanted_numbers.append(number)
         values = _values(column)
-        return np.isin(values, np.array(held_numbers, values.dtype))
+        return np.isin(values, np.array(wanted_numbers, values.dtype))
     if kind == "bool":
         is_wanted = pc.is_in(column, value_set=pa.array(wanted, column.type))
     else:
-        # Each distinct string is compared once. The index of a label's string then finds the result.
+        # Each distinct string is compared once. Each label then looks up the result of its string.
         strings = pa.array(wanted, pa.large_string())
         is_wanted_string = pc.is_in(column.dictionary, value_set=strings)
         is_wanted = is_wanted_string.take(column.indices)
-    # A label that lacks the attribute is null, and matches no value.
+    # A label that lacks the attribute is null and matches no value.
     mask = is_wanted.fill_null(False).to_numpy(zero_copy_only=False)
     return np.asarray(mask, bool)
 
@@ -314,21 +321,27 @@ def _within(name: str, column: pa.Array, bounds: Bounds) -> BoolArray:
         limit = getattr(bounds, bound)
         if limit is None:
             continue
-        # Only NaN differs from itself.
+        # A boolean is an integer to Python.
         is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
-        if not is_number or limit != limit:
+        is_nan = limit != limit
+        if not is_number or is_nan:
             raise ConfigError(
                 f"bound {bound!r} of attribute {name!r} is {limit!r}, expected a number"
             )
         if kind == "float64":
-            number = _as_kind(kind, limit)
-            if number is None:  # beyond all floats
-                number = math.inf if limit > 0 else -math.inf
-            limit = number
+            limit = _float_of(limit)
         elif isinstance(limit, float) and not math.isinf(limit):
             limit = to_integer(limit)
         mask &= compare(values, limit)
     return mask
+
+
+def _float_of(number: float) -> float:
+    """A number as a float; infinity for an integer that is larger than all floats."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 def _values(column: pa.Array) -> npt.NDArray[Any]:
@@ -337,7 +350,7 @@ def _values(column: pa.Array) -> npt.NDArray[Any]:
 
 
 def _as_kind(kind: str, value: Any) -> float | None:
-    """The number of a type that equals a value; None if there is none."""
+    """The number of a type that equals `value`; None if the type cannot represent it."""
     if kind == "float64":
         try:
             return float(value)
@@ -351,10 +364,10 @@ def _as_kind(kind: str, value: Any) -> float | None:
 
 
 def _checked(column: pa.ChunkedArray) -> pa.Array:
-    """A column of the file as it is held in memory.
+    """A column of the file, converted to its type in memory.
 
     Raises:
-        ValueError: it has another type, or a value that is no number.
+        ValueError: the column has a type that attributes do not have, or a number that is not finite.
     """
     array = column.combine_chunks()
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):

@@ -1,4 +1,4 @@
-"""Neighbours vote for labels (RAE-XMC, Eq. 8). Pure numpy.
+"""Nearest neighbours vote for labels (RAE-XMC, Eq. 8). Pure numpy.
 
     paper                   here           meaning
     K = [X_train ; Z]       Neighbours     keys: vectors of training queries and of label texts
@@ -7,7 +7,7 @@
     Eq. 8                   joint=True     one softmax over the b nearest keys of both kinds
     Eq. 11, OvA + kNN       joint=False    two searches, two softmaxes, a convex sum
 
-With weight 0 only labels are searched, with weight 1 only training queries.
+With weight 0 only labels are searched. With weight 1 only training queries are searched.
 
 Letters of axes here, in addition to those in types.py:
 
@@ -39,7 +39,7 @@ from xmcray.types import (
 )
 
 VOTE_QUERIES = 128  # queries whose votes are counted at once
-MAX_POWER = 700.0  # exp of more is no float64
+MAX_POWER = 700.0  # exp of a larger number overflows float64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,11 @@ class MemoryConfig:
     """How neighbours vote.
 
     Attributes:
-        weight: lambda, of the votes of training queries; that of label texts is 1 - weight.
+        weight: lambda, the weight of the votes of training queries. Label texts have 1 - lambda.
         temperature: tau of the softmax over keys.
-        keys: b, keys that vote.
-        joint: training queries and labels compete for the b places in one softmax (Eq. 8), or each
-            kind has its own search and softmax (Eq. 11, "OvA + kNN").
+        keys: b, the number of keys that vote.
+        joint: whether training queries and labels compete for the b places in one softmax (Eq. 8).
+            Otherwise each kind has its own search and softmax (Eq. 11, "OvA + kNN").
     """
 
     weight: float = 0.5
@@ -77,7 +77,7 @@ def changed_memory(base: MemoryConfig | None, values: Mapping[str, Any]) -> Memo
 
     Args:
         base: settings that are not overridden; the defaults if not given.
-        values: in place of those of `base`.
+        values: values that override those of `base`.
 
     Raises:
         ConfigError: an unknown name, or a value out of range.
@@ -108,7 +108,7 @@ class Votes:
 
 
 def key_weights(neighbours: Neighbours, config: MemoryConfig) -> tuple[Float64Array, Float64Array]:
-    """The softmax over keys (Eq. 8, Eq. 11).
+    """The weights of the keys by softmax (Eq. 8, Eq. 11).
 
     Returns:
         float64 [B, Kq] of training queries and [B, Kl] of labels, zero outside the b nearest keys.
@@ -116,7 +116,7 @@ def key_weights(neighbours: Neighbours, config: MemoryConfig) -> tuple[Float64Ar
     query_BK = neighbours.queries.scores
     label_BK = neighbours.labels.scores
     if config.weight in (0, 1) or not config.joint:
-        # Two separate softmaxes, of which weight 0 or 1 switches one off.
+        # Two separate softmaxes. A weight of 0 or 1 switches one of them off.
         query_weight_BK = softmax_weights(query_BK, config)
         label_weight_BK = softmax_weights(label_BK, config)
         if config.weight == 0:
@@ -124,23 +124,24 @@ def key_weights(neighbours: Neighbours, config: MemoryConfig) -> tuple[Float64Ar
         if config.weight == 1:
             label_weight_BK = np.zeros_like(label_weight_BK)
         return query_weight_BK, label_weight_BK
-    # One softmax over both kinds of keys, which is then cut in two again.
-    weight_BK = softmax_weights(np.concatenate([query_BK, label_BK], axis=1), config)
+    # One softmax over both kinds of keys. Its result is then cut in two again.
+    score_BK = np.concatenate([query_BK, label_BK], axis=1)
+    weight_BK = softmax_weights(score_BK, config)
     num_queries = query_BK.shape[1]
     return weight_BK[:, :num_queries], weight_BK[:, num_queries:]
 
 
 def joined_weights(neighbours: Neighbours, joined: TopLabels, config: MemoryConfig) -> Float64Array:
-    """Weights of labels that joined later, in the proportion to keys that the softmax would give.
+    """Weights of labels that joined later, relative to keys as the softmax would weigh them.
 
-    Joined labels are not part of the softmax's sum and take no key's place among the b nearest, so
-    every other label keeps its probability. A joined label farther than the b nearest keys does not
-    vote, as no key does.
+    Joined labels are not part of the sum of the softmax and take no place among the b nearest keys, so
+    every other label keeps its probability. Like a key, a joined label votes only if it is as near as
+    the b nearest keys.
 
     Returns:
         float64 [B, Kj].
     """
-    # Scores and weights of the keys that a joined label is compared with.
+    # The scores and weights of the keys that joined labels are compared with.
     query_weight_BK, weight_BK = key_weights(neighbours, config)
     score_BK = neighbours.labels.scores
     if config.joint and config.weight:
@@ -148,8 +149,8 @@ def joined_weights(neighbours: Neighbours, joined: TopLabels, config: MemoryConf
         weight_BK = np.concatenate([query_weight_BK, weight_BK], axis=1)
     if config.weight == 1 or not score_BK.shape[1]:
         return np.zeros(joined.scores.shape)
-    # The best key gives the proportion of score to weight, the b-th best is the bar.
-    # Sorting the negated scores puts the largest first.
+    # The score and the weight of the best key say which weight belongs to a score. The score of the
+    # b-th best key is the bar for votes. Sorting negated scores puts the largest first.
     descending_BK = -np.sort(-score_BK.astype(np.float64), axis=1)
     best_BK = descending_BK[:, : config.keys]
     best_B1 = best_BK[:, :1]
@@ -162,7 +163,7 @@ def joined_weights(neighbours: Neighbours, joined: TopLabels, config: MemoryConf
     joined_BJ = np.where(votes_BJ, joined.scores, 0)
     best_BJ = np.where(votes_BJ, best_B1, 0)
     distance_BJ = joined_BJ - best_BJ
-    # The best key has the largest weight, so exp(distance / tau) of it is what the softmax gives.
+    # In a softmax, weights are in proportion to exp(score / tau). The best key has the largest weight.
     power_BJ = np.minimum(distance_BJ / config.temperature, MAX_POWER)
     weight_BJ = weight_BK.max(axis=1, keepdims=True) * np.exp(power_BJ)
     return np.where(votes_BJ, weight_BJ, 0.0)
@@ -176,14 +177,14 @@ def count_votes(
     exclude: Ragged | None = None,
     hidden: BoolArray | None = None,
 ) -> Votes:
-    """softmax(q K^T / tau) V, with the two halves of V apart (Eq. 8).
+    """Counts the votes for each label: softmax(q K^T / tau) V with both halves of V apart (Eq. 8).
 
     Args:
         neighbours: nearest keys of B queries.
         positives: source label ids of each row of the memory (Y). Weights multiply votes.
         config: how keys vote.
         num_labels: L.
-        exclude: B lists of source label ids that get no votes from their query's keys.
+        exclude: of each query, source ids of labels that it must not be answered.
         hidden: bool [L], labels that are keys but no answers.
     """
     query_weight_BK, label_weight_BK = key_weights(neighbours, config)
@@ -192,11 +193,11 @@ def count_votes(
         joined_weight_BJ = joined_weights(neighbours, neighbours.joined, config)
         label_weight_BK = np.concatenate([label_weight_BK, joined_weight_BJ], axis=1)
         label_BK = np.concatenate([label_BK, neighbours.joined.ids], axis=1)
-    # Training queries: one entry per key and positive of the key.
+    # Training queries: one vote for each positive of each key.
     key_query, key_place = np.nonzero(query_weight_BK)
     key_rows = neighbours.queries.ids[key_query, key_place]
     voted_labels = positives.take(key_rows)
-    # `voter` is the place of each vote's key among the keys.
+    # `voter` says which key each vote comes from.
     voter = voted_labels.row_ids
     query_pairs = key_query[voter] * num_labels + voted_labels.values
     key_weight = query_weight_BK[key_query, key_place]
@@ -204,18 +205,19 @@ def count_votes(
     relevance = weights_of(voted_labels)
     if relevance is not None:
         query_weights = query_weights * relevance
-    # Labels: one entry per key.
+    # Labels: one vote per key, for the label itself.
     own_query, own_place = np.nonzero(label_weight_BK)
     label_pairs = own_query * num_labels + label_BK[own_query, own_place]
     label_weights = label_weight_BK[own_query, own_place]
-    # The same pair may have many votes; `entry` is the place of each vote's pair among all pairs.
+    # A pair of query and label may get many votes. `entry` says which of the distinct pairs each vote
+    # is for.
     all_pairs = np.concatenate([query_pairs, label_pairs])
     pairs, entry = np.unique(all_pairs, return_inverse=True)
     query_entry = entry[: len(voter)]
     label_entry = entry[len(voter) :]
     of_queries = np.bincount(query_entry, query_weights, len(pairs)).astype(np.float64)
     of_labels = np.bincount(label_entry, label_weights, len(pairs)).astype(np.float64)
-    # Hidden and excluded labels lose their votes; the weights of other keys stay as they are.
+    # Hidden and excluded labels lose their votes, which does not change those of other labels.
     kept = np.ones(len(pairs), bool)
     if hidden is not None:
         kept &= ~hidden[pairs % num_labels]
@@ -230,8 +232,8 @@ def rank_votes(
     """The k most probable labels, equal ones by lower source id, with float32 probabilities.
 
     If fewer than k labels got votes, labels of `fallback` follow in its order. Their scores are
-    inner products minus 2, which is negative for vectors of length 1. A weight above 1, which only
-    a label that joined later can have, becomes 1 plus its logarithm.
+    inner products minus 2, which is negative for vectors of length 1. Only a label that joined later
+    can have a probability above 1. It becomes 1 plus its logarithm.
 
     Args:
         votes: the votes of B queries.
@@ -241,7 +243,7 @@ def rank_votes(
         num_labels: L.
     """
     share = votes.share(weight)
-    # Where a share is smaller, the logarithm of 1 stands in for one that is not used.
+    # `maximum` only avoids the logarithm of 0: shares below 1 are not compressed.
     compressed_share = 1 + np.log(np.maximum(share, 1))
     share = np.where(share > 1, compressed_share, share)
     voted = np.flatnonzero(share)
@@ -251,17 +253,19 @@ def rank_votes(
     num_queries = len(fallback.ids)
     has_vote_BK = np.isin(pairs_of(fallback.ids, num_labels), voted_pairs)
     query_F, place_F = np.nonzero((fallback.ids >= 0) & ~has_vote_BK)
-    # Votes are positive. A label that follows is ranked by its place, as a negative number, because
-    # its score may be larger than any vote if label vectors are long.
+    # Labels of the fallback follow the labels with votes, in their order. So they are ranked by a
+    # negative number, which says their place. Their own scores could be larger than any vote, because
+    # label vectors may be longer than 1.
     rank_scores = np.concatenate([share[voted], -1.0 - place_F])
     top = TopLabels.from_pairs(
         np.concatenate([query_P, query_F]),
         np.concatenate([label_P, fallback.ids[query_F, place_F]]),
-        # Ranked as they are returned: of scores that are equal then, the lower id comes first.
+        # Ranked by float32, as they are returned: if two scores are equal, the lower id comes first.
         rank_scores.astype(np.float32),
         num_queries,
         k,
     )
+    # Negative scores are places in the fallback. Its scores replace them.
     query, column = np.nonzero((top.scores < 0) & (top.ids >= 0))
     place = (-1 - top.scores[query, column]).astype(np.int64)
     top.scores[query, column] = fallback.scores[query, place] - 2
@@ -277,37 +281,37 @@ def sweep(
     exclude: Ragged | None = None,
     hidden: BoolArray | None = None,
 ) -> Iterator[tuple[MemoryConfig, TopLabels]]:
-    """Answers of many settings from one search of the widest of them.
+    """Answers for many settings from one search, that of the setting with most keys.
 
-    Lambda only weighs the two halves of the votes, so settings that differ in a lambda between 0
-    and 1 share all counting.
+    Lambda only weighs the two halves of the votes. So settings that differ only in a lambda between 0
+    and 1 share their votes.
     """
-    votes_of: dict[MemoryConfig, Votes] = {}  # by what decides which keys vote
+    votes_of: dict[MemoryConfig, Votes] = {}
     fallback = neighbours.fallback or neighbours.labels
     for config in grid:
-        inside = 0 < config.weight < 1
-        counted = dataclasses.replace(config, weight=0.5) if inside else config
-        if counted not in votes_of:
-            votes_of[counted] = count_votes(
-                neighbours, positives, counted, num_labels, exclude, hidden
-            )
-        votes = votes_of[counted]
+        key = config
+        if 0 < config.weight < 1:
+            key = dataclasses.replace(config, weight=0.5)
+        if key not in votes_of:
+            votes_of[key] = count_votes(neighbours, positives, key, num_labels, exclude, hidden)
+        votes = votes_of[key]
         yield config, rank_votes(votes, config.weight, k, fallback, num_labels)
 
 
 def softmax_weights(score_BK: npt.NDArray[np.floating], config: MemoryConfig) -> Float64Array:
     """softmax(score / tau) over the b largest of each row, zero elsewhere; float64 [B, K]."""
-    # Stable, so that of equal scores the first keys are taken.
+    # The sort is stable, so the first of several equal scores are taken.
     order_BK = np.argsort(-score_BK, axis=1, kind="stable")
     best_Bb = order_BK[:, : config.keys]
     top_Bb = np.take_along_axis(score_BK, best_Bb, 1).astype(np.float64)
     is_key_Bb = top_Bb > -np.inf
-    # The largest score is the first one. Zeros stand in for missing keys, because -inf - -inf is
-    # no number; a row without any key has no softmax.
+    # Subtracting the largest score, which is the first one, avoids an overflow of exp. Missing keys have
+    # the score -inf. They become 0 here, because -inf minus -inf is not a number.
     finite_Bb = np.where(is_key_Bb, top_Bb, 0)
     shifted_Bb = finite_Bb - finite_Bb[:, :1]
     power_Bb = np.where(is_key_Bb, np.exp(shifted_Bb / config.temperature), 0.0)
     sum_B1 = power_Bb.sum(axis=1, keepdims=True)
+    # A row without any key has the sum 0, and keeps the weights 0.
     power_Bb /= np.maximum(sum_B1, np.finfo(np.float64).tiny)
     weight_BK = np.zeros(score_BK.shape)
     np.put_along_axis(weight_BK, best_Bb, power_Bb, 1)
