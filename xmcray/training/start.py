@@ -1,14 +1,14 @@
-"""The start of a run that goes on from another one, whose corpus had fewer queries and labels.
+"""The start of a run that continues an earlier run, whose corpus had fewer queries and labels.
 
-RUN/start/ is a checkpoint of step 0 in the labels of the new corpus. The driver writes it before
-the run begins, so workers read it as any checkpoint, on any number of ranks:
+RUN/start/ is a checkpoint of step 0 whose rows are the labels of the new corpus. The driver writes it
+before the run begins, so workers read it like any checkpoint, on any number of ranks:
 
-    encoder, modules, optimiser   those of the other run's last checkpoint
-    rows of labels                by uid, with the state of their optimiser
-    rows of new labels            what the label side of the other run's bundle makes of their texts
-    other state of new labels     the method's own start, with the trained encoder
+    encoder, modules, optimiser   from the last checkpoint of the earlier run
+    rows of known labels          from there too, matched by uid, with their optimiser state
+    rows of new labels            from their texts, by the label side of the earlier run's bundle
+    other state of new labels     the method's usual start, with the trained encoder
 
-Hard negatives are not taken over: their index is built anew.
+Hard negatives are not taken over. Their index is built anew.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ from xmcray.types import Float32Array, Int64Array, id_blocks
 logger = logging.getLogger(__name__)
 
 _SOME_LABELS = 1024
-# Settings of the encoder that do not decide what its trained weights mean.
+# Settings of the encoder that may differ from the earlier run. All others decide what its trained
+# weights mean.
 _FREE_SETTINGS = ("encoder.autocast", "encoder.dropout", "encoder.init_", "encoder.vectors_folder")
 _Names = Callable[[Int64Array], list[str]]
 
 
 def settings_from(source: Run, method_name: str, corpus: Corpus) -> dict[str, Any]:
-    """The settings of a finished run, for one that goes on from it on a corpus.
+    """The settings for a run that continues a finished run on a new corpus.
 
-    Queries that the run was trained on are not held out. If the run is a refit, the settings are
+    Queries that the finished run was trained on are not held out. If it is a refit, the settings are
     those of the run that chose its number of epochs.
 
     Raises:
@@ -71,7 +72,7 @@ def settings_from(source: Run, method_name: str, corpus: Corpus) -> dict[str, An
     selection = source.path / SELECTION
     config = Run.open(selection).config if selection.is_dir() else source.config
     old = open_corpus(source)
-    # Some defaults depend on the number of labels. They are fixed by the old number, because other
+    # Some defaults depend on the number of labels. They are computed for the old number, because other
     # values would change the shapes of modules.
     in_force = method_entry(config.method_name).in_force
     method = in_force(config.method, old.card.num_labels)
@@ -82,9 +83,10 @@ def settings_from(source: Run, method_name: str, corpus: Corpus) -> dict[str, An
     num_old = old.card.num_train
     queries = corpus.split("train")
     old_queries = old.split("train")
-    # Without names of their own, queries are named by their rows, so their texts must agree too.
-    pairs = ((queries.uids, old_queries.uids), (queries.texts, old_queries.texts))
-    if all(_begins_with(names, old_names, num_old, len(queries)) for names, old_names in pairs):
+    # Queries without uids in the raw files have the numbers of their rows as uids. Equal numbers do not
+    # show that a query is the same, so the texts must agree too.
+    same_uids = _begins_with(queries.uids, old_queries.uids, num_old, len(queries))
+    if same_uids and _begins_with(queries.texts, old_queries.texts, num_old, len(queries)):
         values["data"]["validation_from"] = num_old
         return values
     num_known = _num_shared(queries, old_queries)
@@ -102,19 +104,19 @@ def settings_from(source: Run, method_name: str, corpus: Corpus) -> dict[str, An
 
 
 def write_start(path: Path, source: Run, config: RunConfig, corpus: Corpus) -> dict[str, Any]:
-    """Writes the start of a run; the caller holds the run's lock.
+    """Writes the start of a run. The caller holds the run's lock.
 
     Args:
-        path: folder of the run that begins.
-        source: finished run to go on from.
-        config: settings of the run that begins.
-        corpus: its corpus, verified.
+        path: folder of the new run.
+        source: the finished run that it continues.
+        config: settings of the new run.
+        corpus: corpus of the new run, verified.
     Returns:
-        What run.json says of the start.
+        The section of run.json about the start.
     Raises:
-        ConfigError: a setting cannot carry over.
-        DataError: the corpus has another vocabulary, no label of the run, or labels without uids that
-            are others.
+        ConfigError: trained weights cannot be used with a setting.
+        DataError: the corpus has another vocabulary or no label of `source`, or its labels have no uids
+            and are not those of `source`.
         RunError: `source` is not finished, or its corpus is gone.
     """
     last = last_checkpoint(source)
@@ -130,8 +132,8 @@ def write_start(path: Path, source: Run, config: RunConfig, corpus: Corpus) -> d
     setup = build(config, TrainingData(corpus, config.data), device, partition)
     _check_shapes(source, last, setup)
     checkpoints.load_shared(last, setup.stepper, 0)
-    # All labels get the method's own start, made with the trained encoder. What was trained for the
-    # labels of the old corpus replaces it.
+    # First all labels get the method's usual start, with the trained encoder. Then trained rows replace
+    # those of the known labels.
     setup.method.start()
     num_old = old.card.num_labels
     for name, table in setup.method.tables.items():
@@ -141,7 +143,7 @@ def write_start(path: Path, source: Run, config: RunConfig, corpus: Corpus) -> d
         _carry(source, last, checkpoints.STATE, state, old_ids, num_old)
     _start_new_labels(source, old, corpus, setup, np.flatnonzero(old_ids < 0))
     folder = path / START
-    # A process that was killed may have left a part.
+    # A process that was killed may have left an incomplete start.
     shutil.rmtree(folder, ignore_errors=True)
     writer = CheckpointWriter(folder, setup.stepper, partition, keep=1)
     writer.save(0, {"epoch": 0, "negatives": {}})
@@ -171,7 +173,7 @@ def _start_sha256(folder: Path) -> str:
 
 
 def _check_settings(source: Run, config: RunConfig) -> None:
-    """Raises ConfigError for settings that decide what the trained tensors mean."""
+    """Raises ConfigError if a setting changed that decides what the trained tensors mean."""
     for change in configs.differences(source.config.to_dict(), config.to_dict()):
         is_encoder = change.startswith("encoder.") and not change.startswith(_FREE_SETTINGS)
         if is_encoder or change.startswith("optim.precision"):
@@ -205,35 +207,45 @@ def _check_shapes(source: Run, last: Checkpoint, setup: Setup) -> None:
 
 
 def _old_label_ids(source: Run, old: Corpus, corpus: Corpus) -> Int64Array:
-    """int64 [L], by internal id: the label's internal id in the old corpus, -1 if it is new."""
-    num_old = old.card.num_labels
-    num_labels = corpus.card.num_labels
-    # By the source id in the new corpus: the source id in the old one.
-    old_source_ids = np.full(num_labels, -1, np.int64)
-    if _begins_with(corpus.label_uids, old.label_uids, num_old, num_labels):
-        old_source_ids[:num_old] = np.arange(num_old)
-    else:
-        id_of_uid: dict[str, int] = {}
-        for ids in id_blocks(num_old):
-            id_of_uid.update(zip(old.label_uids(ids), ids.tolist(), strict=True))
-        for ids in id_blocks(num_labels):
-            old_source_ids[ids] = [id_of_uid.get(uid, -1) for uid in corpus.label_uids(ids)]
-    _check_numbered_labels(source, old, corpus, old_source_ids)
+    """int64 [L], the internal id of each label in the old corpus, by the new one; -1 for new labels."""
+    old_source_ids = _old_source_ids(old, corpus)
+    if _are_numbered(old):
+        _check_texts(source, old, corpus, old_source_ids)
     by_internal_id = old_source_ids[corpus.label_order]
+    # The look-up at place -1 gives some number, which `where` replaces.
     return np.where(by_internal_id >= 0, old.label_rank[by_internal_id], -1)
 
 
-def _check_numbered_labels(
-    source: Run, old: Corpus, corpus: Corpus, old_source_ids: Int64Array
-) -> None:
-    """Raises DataError if labels without uids are others than before, and warns if some are.
+def _old_source_ids(old: Corpus, corpus: Corpus) -> Int64Array:
+    """int64 [L], the source id of each label in the old corpus, by the new one; -1 for new labels."""
+    num_old = old.card.num_labels
+    num_labels = corpus.card.num_labels
+    old_source_ids = np.full(num_labels, -1, np.int64)
+    if _begins_with(corpus.label_uids, old.label_uids, num_old, num_labels):
+        old_source_ids[:num_old] = np.arange(num_old)
+        return old_source_ids
+    id_of_uid: dict[str, int] = {}
+    for ids in id_blocks(num_old):
+        id_of_uid.update(zip(old.label_uids(ids), ids.tolist(), strict=True))
+    for ids in id_blocks(num_labels):
+        old_source_ids[ids] = [id_of_uid.get(uid, -1) for uid in corpus.label_uids(ids)]
+    return old_source_ids
 
-    Without uids of their own, labels are named by their rows, so their texts must agree too.
-    """
-    for ids in id_blocks(old.card.num_labels):
-        for number, uid in zip(ids.tolist(), old.label_uids(ids), strict=True):
+
+def _are_numbered(corpus: Corpus) -> bool:
+    """Whether all uids of labels are the numbers of their rows: the raw files had no uids."""
+    for ids in id_blocks(corpus.card.num_labels):
+        for number, uid in zip(ids.tolist(), corpus.label_uids(ids), strict=True):
             if uid not in (str(number), rejected_uid(number)):
-                return
+                return False
+    return True
+
+
+def _check_texts(source: Run, old: Corpus, corpus: Corpus, old_source_ids: Int64Array) -> None:
+    """Raises DataError if most labels have another text than before; warns if some have.
+
+    Row numbers alone do not show that a label is the same, so the texts must agree too.
+    """
     num_known = 0
     num_changed = 0
     for ids in id_blocks(corpus.card.num_labels):
@@ -254,20 +266,35 @@ def _check_numbered_labels(
 
 
 def _begins_with(names: _Names, old_names: _Names, num_old: int, num_rows: int) -> bool:
-    """Whether the first rows have the names of all old rows, in their order."""
+    """Whether the first rows have the names of all old rows, in the same order."""
     if num_rows < num_old:
         return False
     return all(names(ids) == old_names(ids) for ids in id_blocks(num_old))
 
 
 def _num_shared(queries: Split, old: Split) -> int:
-    """How many queries are also among older ones, by uid; by text if uids are only numbers of rows."""
-    are_numbers = all(uid.isdigit() for ids in id_blocks(len(old)) for uid in old.uids(ids))
+    """How many queries are among the old ones too, by uid; by text if uids are numbers of rows."""
+    names = queries.uids
+    names_in_old = old.uids
+    if _are_all_digits(old.uids, len(old)):
+        names = queries.texts
+        names_in_old = old.texts
     old_names: set[str] = set()
     for ids in id_blocks(len(old)):
-        old_names.update(old.texts(ids) if are_numbers else old.uids(ids))
-    names = queries.texts if are_numbers else queries.uids
-    return sum(name in old_names for ids in id_blocks(len(queries)) for name in names(ids))
+        old_names.update(names_in_old(ids))
+    num_shared = 0
+    for ids in id_blocks(len(queries)):
+        num_shared += sum(name in old_names for name in names(ids))
+    return num_shared
+
+
+def _are_all_digits(names: _Names, num_rows: int) -> bool:
+    """Whether the names of all rows are numbers."""
+    for ids in id_blocks(num_rows):
+        for name in names(ids):
+            if not name.isdigit():
+                return False
+    return True
 
 
 def _carry(
@@ -278,17 +305,17 @@ def _carry(
     old_ids: Int64Array,
     num_old: int,
 ) -> None:
-    """Writes the rows of labels that were trained into tensors [L, ...].
+    """Copies the trained rows of known labels from a checkpoint into tensors [L, ...].
 
     Args:
-        source: the run that they come from.
+        source: the run of the checkpoint.
         last: its last checkpoint.
         name: of the table.
         own: the tensors by name, changed in place.
-        old_ids: int64 [L], row of each label in the checkpoint; -1 for new ones.
+        old_ids: int64 [L], row of each label in the checkpoint; -1 for new labels.
         num_old: rows in the checkpoint.
     """
-    # Labels in the order of their rows in the checkpoint, so that each of its files is read once.
+    # Labels are sorted by their rows in the checkpoint, so that each of its files is read once.
     kept_ids = np.flatnonzero(old_ids >= 0)
     kept_ids = kept_ids[np.argsort(old_ids[kept_ids])]
     old_rows = old_ids[kept_ids]
@@ -298,10 +325,10 @@ def _carry(
                 f"{source.path} was trained with other settings of its {name} rows (optimiser,"
                 " storage or width), which cannot carry over; leave them out, or train without --from"
             )
-        # Every tensor has one row per label.
+        # All tensors have as many rows as the block has labels.
         any_tensor = next(iter(tensors.values()))
         num_rows = len(any_tensor)
-        # The labels whose rows are in this block.
+        # The known labels whose rows are in this block.
         low, high = np.searchsorted(old_rows, [first, first + num_rows])
         label_ids = kept_ids[low:high]
         block_rows = old_rows[low:high] - first
@@ -310,22 +337,22 @@ def _carry(
 
 
 def _row_types(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Type and shape of a row of each tensor."""
+    """Of each tensor, the type and the shape of a row."""
     return {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in tensors.items()}
 
 
 def _start_new_labels(
     source: Run, old: Corpus, corpus: Corpus, setup: Setup, new_ids: Int64Array
 ) -> None:
-    """Gives new labels the rows that the label side of the run's bundle makes of their texts.
+    """Computes rows of new labels from their texts, by the label side of the earlier run's bundle.
 
-    Labels without a text keep the method's own start, and so do tables that are no classifier.
+    Labels without a text keep the method's usual start, and so do tables that are no classifier.
 
     Args:
-        source: the run to go on from.
+        source: the run that is continued.
         old: its corpus.
         corpus: the new corpus.
-        setup: what is trained.
+        setup: the model of the new run.
         new_ids: int64, internal ids of the new labels.
     """
     spec = setup.method.bundle_spec
@@ -338,12 +365,13 @@ def _start_new_labels(
     bundle, _ = open_artifact(bundle_of(source, old), "bundle", contents=False)
     retriever = Retriever.load(bundle)
     side = load_label_side(bundle / "label_side")
-    texts = corpus.label_texts(corpus.label_order[new_ids])
+    source_ids = corpus.label_order[new_ids]
+    texts = corpus.label_texts(source_ids)
     if spec.cluster_state:
         clusters = setup.method.state_tensors()[spec.cluster_state]
         clusters[new_ids] = nearest_clusters(retriever, side, texts).to(clusters)
         return
-    # The last columns of a label's vector are its row.
+    # The last columns of a label's vector in a bundle are its row of the classifier.
     vectors = new_vectors(retriever, side, texts)
     new_rows = torch.from_numpy(vectors[:, -columns:])
     old_rows = _some_vectors(retriever, old)[:, -columns:]
@@ -352,8 +380,8 @@ def _start_new_labels(
         if table.weight_SD.shape[1] != columns:
             continue
         if have_one_length(bundle_lengths):
-            # The bundle's rows have lost their lengths. New rows get the mean length of the trained
-            # ones.
+            # The rows of the bundle have lost their lengths, so new rows get the mean length of trained
+            # rows.
             old_ids = np.setdiff1d(np.arange(len(table.weight_SD)), new_ids)
             trained_rows = table.weight_SD[old_ids].float()
             mean_length = float(trained_rows.norm(dim=1).mean())
