@@ -1,8 +1,8 @@
 """Chooses the weights of the parts of a fused bundle on held-out queries.
 
-The search goes along one setting at a time, over a fixed grid, until nothing gets better. It draws
-nothing at random, so it chooses the same weights every time. A part stays if the answers without it,
-with all other settings chosen anew, are worse by a paired test.
+The search is a coordinate search: it varies one setting at a time over a fixed grid, until no value
+is better. It is not random, so it chooses the same weights every time. A part stays if the answers
+without it are worse by a paired test. For that test, all other settings are chosen anew.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from xmcray.evaluation.metrics import MAIN_METRICS, Metrics
 from xmcray.retrieval.parts import Candidates, MemberConfig, PartsConfig
 from xmcray.types import Float32Array, Float64Array, Ragged, TopLabels
 
-METRICS = ("P@1", "P@5", "PSP@5")  # their mean is maximised
+METRICS = ("P@1", "P@5", "PSP@5")  # the search maximises their mean
 WEIGHTS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 MEMORY_TEMPERATURES = (0.01, 0.02, 0.035, 0.05, 0.08, 0.12, 0.2)
 WORD_KEYS = (5, 10, 20, 40)
-# Of the typical distance between the best and the tenth label.
+# As shares of a member's spread: the typical distance between the scores of the best and the tenth
+# label.
 LABEL_TEMPERATURES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5)
-# The smallest temperature is as small as a bundle allows then.
+# With this spread, the lowest temperature is the lowest that a bundle allows.
 SMALLEST_SPREAD = 0.0025
 MEMORY_KEYS = 50
-# A part stays if a paired test of the answers without it has a smaller p-value. At 0.157 one more
-# free weight is expected to help on new queries (Akaike's criterion).
+# A part stays if the paired test of the answers without it has a p-value below this. At 0.157, one
+# more free weight is expected to help on new queries (Akaike's criterion).
 LARGEST_P_VALUE = 0.157
 PERMUTATIONS = 4999
-DEPTH = 10  # answers per query that are measured, as many as the metrics look at
-_START = 0.5  # of the weights
+DEPTH = 10  # answers per query that are measured, because no metric looks at more
+_START = 0.5  # each weight at the start
 _ROUNDS = 6
-_LEAST_GAIN = 1e-9  # of the objective; smaller ones are rounding
+_LEAST_GAIN = 1e-9  # smaller gains of the objective are rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class PartTest:
 
     Attributes:
         part: its name.
-        weight: its weight where it stays, 0 where it is left out.
+        weight: its weight; 0 if it is left out.
         without: metrics of the best answers without it.
         p_value: of the paired test of their mean against the answers with it.
     """
@@ -80,7 +81,7 @@ class Choice:
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> Choice:
-        """What `plain` returned, also after it was written as JSON."""
+        """The choice that `plain` was made from, also if it was stored as JSON."""
         tests = [PartTest(**test) for test in plain["tests"]]
         config = PartsConfig.read(plain["config"])
         return cls(**{**plain, "config": config, "tests": tests})
@@ -88,11 +89,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Measured:
-    """Answers of one setting.
+    """How good the answers with some settings are.
 
     Attributes:
-        config: the setting.
-        objective: mean of the metrics that decide.
+        config: the settings.
+        objective: mean of the metrics that the search maximises.
         share_Q: float64 [queries], what each query adds to the objective.
     """
 
@@ -106,13 +107,13 @@ class _Measured:
 
 
 class WeightSearch:
-    """Measures settings on the candidates of held-out queries.
+    """Searches for the best settings on the candidates of held-out queries.
 
     Args:
         corpus: gives the propensities.
         candidates: of all queries, in order.
         truth: positives of the queries.
-        start: names the members, and how many training queries vote by vectors.
+        start: settings that name the members, and how many training queries vote by vectors.
         metrics: names of the metrics whose mean is maximised.
     """
 
@@ -139,12 +140,13 @@ class WeightSearch:
         self._measured: dict[PartsConfig, _Measured] = {}
 
     def choose(self) -> Choice:
-        """The best settings, without the parts that do not earn their place."""
+        """The best settings, without the parts that do not make the answers significantly better."""
         best = self._best(self._start)
         tests: dict[str, PartTest] = {}
         for part in self._start.parts:
-            # Nothing is lost without a part whose best weight is 0.
+            # A part whose best weight is 0 is not tested below: the answers without it are the same.
             tests[part] = PartTest(part, 0.0, self._named(best), 1.0)
+        # In each round the part that matters least is removed, until all parts matter.
         while shorter := self._without_each_part(best):
             for part, other in shorter.items():
                 p_value = self._p_value(best, other)
@@ -153,6 +155,7 @@ class WeightSearch:
             if tests[weakest].p_value < LARGEST_P_VALUE:
                 break
             best = shorter[weakest]
+        # Only now the weights of the parts that stay are known.
         weighted_tests = []
         for part, test in tests.items():
             weight = best.config.weight(part)
@@ -166,7 +169,7 @@ class WeightSearch:
         )
 
     def _without_each_part(self, best: _Measured) -> dict[str, _Measured]:
-        """The best answers without each of the parts that are used; the last part stays."""
+        """By part that is used, the best answers without it; empty if it is the only part."""
         used = best.config.used()
         if len(used) == 1:
             return {}
@@ -178,7 +181,8 @@ class WeightSearch:
         for member in self._start.members:
             config = self._start
             part = member.full("labels")
-            # Alone, a temperature changes no order, unless it is so low that shares become zero.
+            # The temperature stays as it is. It changes the order of a single part only if it is so low
+            # that shares become zero.
             for other in config.used():
                 if other != part:
                     config = config.without(other)
@@ -186,12 +190,11 @@ class WeightSearch:
         return alone
 
     def measure(self, config: PartsConfig, varied: str = "") -> _Measured:
-        """Answers all queries with some settings; settings that were measured are remembered.
+        """Measures the answers to all queries with some settings. Results are cached.
 
         Args:
             config: the settings.
-            varied: the part that alone differs from the settings that were measured before; for
-                speed.
+            varied: for speed, the only part that differs from the settings measured just before.
         """
         if config not in self._measured:
             shares = [table.shares(config, varied) for table in self._tables]
@@ -200,12 +203,12 @@ class WeightSearch:
         return self._measured[config]
 
     def _equal_weights(self, start: PartsConfig) -> PartsConfig:
-        """Equal weights of all parts, and temperatures that fit the size of the inner products."""
+        """The settings at the start: equal weights, and temperatures that fit each member's spread."""
         members: list[MemberConfig] = []
         for member, spread in zip(start.members, self._spreads, strict=True):
             equal = dataclasses.replace(
                 member,
-                # Only the ratios of weights matter, so the first weight stays as it is.
+                # Only the ratios of weights matter, so the search keeps the first weight at 1.
                 labels=_START if members else 1.0,
                 memory=_START,
                 label_temperature=spread * 0.35,
@@ -219,10 +222,10 @@ class WeightSearch:
         )
 
     def _best(self, start: PartsConfig) -> _Measured:
-        """The best settings that a search along one setting at a time reaches.
+        """The best settings that a coordinate search reaches.
 
         Args:
-            start: where it begins. A part of weight 0 stays out.
+            start: where the search begins. A part whose weight is 0 is left out.
         """
         grid = self._grid(start)
         best = self.measure(start)
@@ -235,10 +238,10 @@ class WeightSearch:
         return best
 
     def _best_value(self, best: _Measured, name: str, values: Sequence[float]) -> _Measured:
-        """The best settings after one of them was varied."""
+        """The best settings after one setting was varied."""
         for value in values:
             config = best.config.changed(name, value)
-            # Without any part there are no answers.
+            # Settings without any part give no answers.
             if not config.used():
                 continue
             measured = self.measure(config, varied=part_of(name))
@@ -247,10 +250,10 @@ class WeightSearch:
         return best
 
     def _grid(self, start: PartsConfig) -> dict[str, Sequence[float]]:
-        """The values of each setting that changes an answer."""
+        """The values to try of each setting that can change an answer."""
         used = start.used()
         grid: dict[str, Sequence[float]] = {}
-        # Only the ratios of weights matter, so the first weight stays as it is.
+        # Only the ratios of weights matter, so the first weight is not varied.
         for part in used[1:]:
             grid[part] = WEIGHTS
         for member, spread in zip(start.members, self._spreads, strict=True):
@@ -264,23 +267,23 @@ class WeightSearch:
         return grid
 
     def _p_value(self, better: _Measured, other: _Measured) -> float:
-        """Of the paired test that both are equally good; 1 if the other is not worse."""
+        """The p-value of the paired test of "both are equally good"; 1 if the other is not worse."""
         if other.objective >= better.objective:
             return 1.0
         difference_Q = (better.share_Q - other.share_Q) * len(self.truth)
-        # One column, because `sign_flip` tests the columns of several metrics.
+        # `sign_flip` tests one column per metric. Here the mean is the only one.
         p_values = sign_flip(difference_Q[:, None], PERMUTATIONS, seed=0)
         return float(p_values[0])
 
     def _named(self, measured: _Measured) -> dict[str, float]:
-        """The metrics that decide, by name."""
+        """The metrics of some answers, by name."""
         tops = [candidates.top(measured.config, DEPTH) for candidates in self.candidates]
         answers = TopLabels.concatenate(tops, DEPTH)
         values = self._hits.metrics_of(answers, self.truth).result()
         return {name: values[name] for name in self.metrics}
 
 
-# Settings that are no weights, with the part that they belong to.
+# The parts to which settings other than weights belong.
 _PART_OF_SETTING = {
     "label_temperature": "labels",
     "memory_temperature": "memory",
@@ -289,21 +292,21 @@ _PART_OF_SETTING = {
 
 
 def part_of(setting: str) -> str:
-    """The part whose weight or other setting a setting is, by their names."""
+    """The name of the part that a setting belongs to. The name of a weight is that of its part."""
     member, _, field = setting.rpartition(".")
     part = _PART_OF_SETTING.get(field, field)
     return f"{member}.{part}" if member else part
 
 
 class HitValues:
-    """What an answer that is a positive adds to the mean of some metrics, by its rank.
+    """What each positive adds to the mean of some metrics, by its rank among the answers.
 
-    Every metric that decides is a sum over the hits among the first answers, so a setting is
-    measured by the ranks of the positives alone.
+    Each of these metrics is a sum over the hits among the first answers. So the ranks of the positives
+    are all that is needed to measure answers.
 
     Attributes:
         truth: positives of the queries.
-        value_HR: float64 [positives, DEPTH + 1]; 0 in the last column, for any later rank.
+        value_HR: float64 [positives, DEPTH + 1]. The last column is 0 and stands for all later ranks.
     """
 
     def __init__(self, corpus: Corpus, truth: Ragged, metrics: Sequence[str]) -> None:
@@ -314,10 +317,10 @@ class HitValues:
         # The positives of each positive's query.
         truth_of_hit = truth.take(truth.row_ids)
         divisor_M = self._divisors(columns)
-        # The last column, of later ranks, stays 0.
         self.value_HR = np.zeros((num_hits, DEPTH + 1))
         for rank in range(DEPTH):
-            # Each positive is the only answer to its query, at this rank.
+            # The metrics are asked for the value: each positive becomes a query with one answer, which
+            # is that positive at this rank.
             answer = TopLabels.empty(num_hits, rank + 1)
             answer.ids[:, rank] = truth.values
             per_query = self.metrics_of(answer, truth_of_hit).per_query()
@@ -346,11 +349,13 @@ class HitValues:
 
 
 class _Table:
-    """Candidates of some queries as a matrix, in which positives have ranks.
+    """Scores the candidates of B queries as a matrix, and ranks the positives among them.
+
+    C is the largest number of candidates of a query, and H the number of positives that are candidates.
 
     Args:
         candidates: of B queries.
-        positives: labels that are right answers to the queries, and their values by rank.
+        positives: positives of the queries, and their values by rank (see `HitValues.between`).
     """
 
     def __init__(self, candidates: Candidates, positives: tuple[Ragged, Float64Array]) -> None:
@@ -359,61 +364,62 @@ class _Table:
         self._cells = labels.row_ids, labels.places
         width = max(DEPTH, int(labels.lengths.max(initial=0)))
         self._shape = len(labels), width
-        # Missing candidates come last. Of equal scores the lower id, which is the earlier column,
-        # comes first: the step is smaller than what float32 tells apart.
+        # Missing candidates have -inf and come last. Of two equal scores, the one with the lower id must
+        # come first. Candidates ascend by id, so a later column gets a little less. The difference is
+        # smaller than what float32 can distinguish.
         self._start_BC = np.full(self._shape, -np.inf)
         self._start_BC[self._cells] = -1e-10 * labels.places
         truth, values = positives
         largest_candidate = int(labels.values.max(initial=0))
         largest_positive = int(truth.values.max(initial=0))
         num_ids = 1 + max(largest_candidate, largest_positive)
-        pairs = labels.pairs(num_ids)
+        candidate_pairs = labels.pairs(num_ids)
         true_pairs = truth.pairs(num_ids)
         # A positive that is no candidate has no rank.
-        is_candidate = np.isin(true_pairs, pairs)
-        # Candidates ascend by query and label, so their pairs ascend too.
-        place = np.searchsorted(pairs, true_pairs[is_candidate])
+        is_candidate = np.isin(true_pairs, candidate_pairs)
+        # Candidates are sorted by query and label, so their pairs ascend.
+        place = np.searchsorted(candidate_pairs, true_pairs[is_candidate])
         self._hit_cells = labels.row_ids[place], labels.places[place]
         self._value_HR = values[is_candidate]
         self._columns: dict[tuple[Any, ...], Float32Array] = {}
-        # The sum of all parts but one, and the name, weight and settings of each of these parts.
+        # The cached sum of all parts but one, and its key: name, weight and settings of these parts.
         self._others_BC = self._start_BC
-        self._others: list[tuple[Any, ...]] = []
+        self._others_key: list[tuple[Any, ...]] = []
 
     def shares(self, config: PartsConfig, varied: str = "") -> Float64Array:
         """float64 [B], what each query adds to the mean of the metrics.
 
         Args:
             config: the settings.
-            varied: the part that differs from call to call. The sum of the others is kept.
+            varied: the part that differs from call to call. The sum of the other parts is cached.
         """
         score_BC = self._sum_without(varied, config)
         if varied in config.used():
             score_BC = score_BC + config.weight(varied) * self._column(varied, config)
-        # A partition puts the largest scores last, in any order; ranks need no order.
+        # A partition puts the largest scores last. They are not sorted, which ranks do not need.
         best_BK = np.partition(score_BC, -DEPTH, axis=1)[:, -DEPTH:]
         query_H, _ = self._hit_cells
         score_H = score_BC[self._hit_cells]
-        # The rank of a positive, from 0: how many of the best have larger scores.
+        # The rank of a positive, from 0, is the number of best scores that are larger than its own.
         is_before_HK = best_BK[query_H] > score_H[:, None]
         rank_H = is_before_HK.sum(axis=1)
-        # A positive after the first answers has rank DEPTH, whose value is 0.
+        # A positive that is not among the best has rank DEPTH, whose value is 0.
         value_H = self._value_HR[np.arange(len(rank_H)), rank_H]
         return np.bincount(query_H, value_H, self._shape[0]).astype(np.float64)
 
     def _sum_without(self, varied: str, config: PartsConfig) -> Float64Array:
-        """float64 [B, C], the sum of all parts but one; kept until the other parts change."""
+        """float64 [B, C], the weighted sum of all parts but one, cached until other parts change."""
         other_parts = [part for part in config.used() if part != varied]
-        others = [(part, config.weight(part), *config.settings_of(part)) for part in other_parts]
-        if others != self._others:
+        key = [(part, config.weight(part), *config.settings_of(part)) for part in other_parts]
+        if key != self._others_key:
             self._others_BC = self._start_BC.copy()
             for part in other_parts:
                 self._others_BC += config.weight(part) * self._column(part, config)
-            self._others = others
+            self._others_key = key
         return self._others_BC
 
     def _column(self, part: str, config: PartsConfig) -> Float32Array:
-        """float32 [B, C]: what one part gives to each candidate, before its weight."""
+        """float32 [B, C], the score that one part gives to each candidate, without its weight."""
         key = (part, *config.settings_of(part))
         if key not in self._columns:
             column = np.zeros(self._shape, np.float32)
@@ -427,11 +433,12 @@ def _spread(candidates: Sequence[Candidates], place: int) -> float:
     distances = [np.empty(0)]
     for chunk in candidates:
         key_BK = chunk.members[place].key_BK[:, :DEPTH]
-        # Where there are fewer labels, the last of them; what follows is -inf.
-        last_B = np.maximum(np.isfinite(key_BK).sum(axis=1) - 1, 0)
+        # A query with fewer than ten labels has -inf after its last label, which then counts as tenth.
+        num_keys_B = np.isfinite(key_BK).sum(axis=1)
+        last_B = np.maximum(num_keys_B - 1, 0)
         last_key_B = np.take_along_axis(key_BK, last_B[:, None], axis=1)[:, 0]
         has_keys_B = np.isfinite(last_key_B)
         distances.append(key_BK[has_keys_B, 0] - last_key_B[has_keys_B])
-    distance_P = np.concatenate(distances)
-    distance = float(np.median(distance_P)) if len(distance_P) else 0.0
+    distance_B = np.concatenate(distances)
+    distance = float(np.median(distance_B)) if len(distance_B) else 0.0
     return max(distance, SMALLEST_SPREAD)
