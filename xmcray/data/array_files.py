@@ -1,7 +1,8 @@
 """Joins the arrays of finished shards into files of many shards.
 
-A process that reads a split maps every array file of it, and a system limits the mappings of a
-process. A shard is a unit of work of `prepare` and is small, so its arrays are no files to read.
+A process that reads a split maps every array file of it, and an operating system limits the number of
+mappings of a process. Shards are small, because they are the units of work of `prepare`. So the arrays
+of many shards become one file.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _PARTS = "parts"
 
 
 class ArrayFiles:
-    """The array files of one split, made from shards that come in any order.
+    """Writes the array files of one split from shards, which may be added in any order.
 
-    The arrays of a shard wait in a folder of their own until all shards of their file are there.
+    The arrays of a shard wait in a folder of their own until all shards of their file have been added.
 
     Args:
         folder: of the split.
@@ -42,11 +43,11 @@ class ArrayFiles:
         self._folder = folder
         self._parts = folder / _PARTS
         self._shards_per_file = shards_per_file
-        # Shards of each file that are not complete yet, by the file's number.
+        # The shards that wait for others of their file, by the number of the file.
         self._waiting: dict[int, list[int]] = {}
 
     def add(self, shard: int, arrays: Mapping[str, bytes]) -> None:
-        """Takes the array files of one shard, by the names that `pack` gives them."""
+        """Adds the arrays of one shard, by the names that `pack` gives to their files."""
         self._parts.mkdir(parents=True, exist_ok=True)
         for name, content in arrays.items():
             (self._parts / name).write_bytes(content)
@@ -57,9 +58,10 @@ class ArrayFiles:
             self._join(number)
 
     def keep(self, folder: Path, num_shards: int, shard_rows: int) -> None:
-        """Takes the rows of the first shards from the array files of another split.
+        """Begins with the first shards of another split.
 
-        Files that these shards fill are not touched: they stay as they are and can be linked.
+        Array files that these shards fill completely are not written. The caller can link them. The
+        rows of the file that the shards fill in part are copied from the other split.
 
         Args:
             folder: of the other split.
@@ -86,12 +88,12 @@ class ArrayFiles:
             stem = shard_stem(first_shard)
             np.save(self._parts / f"{stem}.{offset_suffix}.npy", offsets)
             np.save(self._parts / f"{stem}.{value_suffix}.npy", values)
-        # Several shards wait as one part. So `add` never counts enough parts to join this file, and
+        # The copied shards wait as one part. So `add` never counts enough parts to join this file.
         # `finish` joins it.
         self._waiting[number] = [first_shard]
 
     def finish(self) -> None:
-        """Writes the files that are left: the last of the split, which may have fewer shards."""
+        """Writes the remaining files, such as the last of the split, which may have fewer shards."""
         for number in sorted(self._waiting):
             self._join(number)
         if self._parts.is_dir():
@@ -119,7 +121,7 @@ class ArrayFiles:
 def _join_values(
     parts: list[Path], out: Path, dtypes: tuple[npt.DTypeLike, ...], ndim: int
 ) -> None:
-    """Writes the values of all parts, one part after another."""
+    """Concatenates the values of all parts."""
     headers = [array_header(part, dtypes, ndim) for part in parts]
     num_values = sum(header.shape[0] for header in headers)
     # Vectors have a second axis, their width, which is the same in all parts.
@@ -133,7 +135,7 @@ def _join_values(
 
 
 def _join_offsets(parts: list[Path], out: Path) -> None:
-    """Writes the offsets of the rows of all parts: those of a part count from its first value."""
+    """Concatenates the offsets of all parts. Those of a part count from its own first value."""
     num_rows = 0
     for part in parts:
         num_offsets = array_header(part, (np.int64,)).shape[0]
@@ -144,7 +146,7 @@ def _join_offsets(parts: list[Path], out: Path) -> None:
         file.write(first_offset.tobytes())
         num_values = 0
         for part in parts:
-            # The first offset of a part is the end of the part before.
+            # The first offset of a part is left out. It is the end of the part before.
             ends = read_array(part, np.int64)[1:] + num_values
             file.write(ends.tobytes())
             num_values = int(ends[-1])

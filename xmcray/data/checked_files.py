@@ -1,7 +1,8 @@
 """Arrays and texts in files that may be damaged or hostile.
 
-A manifest proves that a file is as it was written, not that its writer can be trusted. So no size
-in a file is believed before the file's own size agrees, and nothing is unpickled.
+A manifest proves that a file is as it was written. It does not prove that its writer can be trusted. So
+a size that a file states is compared with the size of the file before it is used, and nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _HEADER_READERS = {
 
 
 class ArrayHeader(NamedTuple):
-    """What an .npy file says of itself, verified against its size.
+    """The header of an .npy file, verified against the size of the file.
 
     Attributes:
         start: the byte at which the values begin.
@@ -52,12 +53,12 @@ def read_array(path: Path, dtype: npt.DTypeLike, ndim: int = 1, mapped: bool = F
 
 
 def array_header(path: Path, dtypes: tuple[npt.DTypeLike, ...], ndim: int = 1) -> ArrayHeader:
-    """The header of an .npy file, whose values lie row by row.
+    """Reads and verifies the header of an .npy file.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError, EOFError: it is no .npy file, of another type or number of axes, or its size is
-            not that of its header and values.
+        ValueError, EOFError: it is no .npy file, has another type or number of axes, stores its values
+            column by column, or has another size than its header says.
     """
     with path.open("rb") as file:
         read_header = _HEADER_READERS[np.lib.format.read_magic(file)]
@@ -72,7 +73,7 @@ def array_header(path: Path, dtypes: tuple[npt.DTypeLike, ...], ndim: int = 1) -
         )
     num_bytes = path.stat().st_size - start
     expected_bytes = math.prod(shape) * dtype.itemsize
-    # A negative number of rows would be taken for "as many as there are".
+    # NumPy would read a negative number of rows as "all rows".
     is_negative = min(shape, default=0) < 0
     if is_negative or expected_bytes != num_bytes:
         raise ValueError(f"found {num_bytes} bytes of values, expected {shape} of {dtype}")
@@ -80,7 +81,7 @@ def array_header(path: Path, dtypes: tuple[npt.DTypeLike, ...], ndim: int = 1) -
 
 
 def check_offsets(offsets: Array, num_rows: int, num_values: int) -> None:
-    """Raises ValueError unless `num_rows` rows divide all of `num_values` values among them."""
+    """Raises ValueError unless the offsets divide `num_values` values among `num_rows` rows."""
     has_all_rows = offsets.shape == (num_rows + 1,)
     has_all_values = has_all_rows and offsets[0] == 0 and offsets[-1] == num_values
     is_ascending = np.all(np.diff(offsets) >= 0)
@@ -89,14 +90,14 @@ def check_offsets(offsets: Array, num_rows: int, num_values: int) -> None:
 
 
 def read_texts(path: Path, names: tuple[str, ...], num_rows: int) -> pa.Table:
-    """Columns of texts from a Parquet file; others are left out.
+    """Reads columns of texts from a Parquet file. Other columns are not read.
 
     Raises:
         OSError, ValueError, KeyError, pa.ArrowException: a column is missing, holds something else
             than UTF-8 or lacks a value, or there is another number of rows.
     """
     with pq.ParquetFile(path, memory_map=True) as file:
-        # Types are compared before values are read: a dictionary could unpack to any size.
+        # Types are checked before values are read, because a dictionary could unpack to any size.
         schema = file.schema_arrow
         for name in names:
             kind = schema.field(name).type
@@ -107,7 +108,7 @@ def read_texts(path: Path, names: tuple[str, ...], num_rows: int) -> pa.Table:
         table = file.read(columns=list(names))
     large_texts = pa.schema([(name, pa.large_string()) for name in names])
     table = table.cast(large_texts)
-    # Arrow's reader does not look at the bytes of a text.
+    # Arrow's reader does not check that texts are UTF-8.
     table.validate(full=True)
     has_nulls = any(column.null_count for column in table.columns)
     if has_nulls or table.num_rows != num_rows:

@@ -40,7 +40,7 @@ VECTOR_SUFFIX = "vectors"
 ARRAY_SUFFIXES = (*VALUE_SUFFIXES, *OFFSET_SUFFIXES, VECTOR_SUFFIX)
 VALUE_TYPES = (np.uint16, np.uint32, np.int32)  # of token and label ids on disk
 VECTOR_TYPES = (np.float32, np.float16)  # of side vectors
-_ROWS_AT_ONCE = 1 << 16  # whose offsets fit into a processor's cache
+_ROWS_AT_ONCE = 1 << 16  # rows of a block; their offsets fit into a processor's cache
 
 
 def shard_stem(shard: int) -> str:
@@ -110,9 +110,9 @@ class ShardedRows:
         self._open_shards: dict[int, Ragged] = {}
 
     def take(self, rows: Int64Array) -> Ragged:
-        """The chosen rows in the chosen order.
+        """The given rows in the given order.
 
-        A batch of random rows meets nearly every shard. So index arithmetic is done once for all
+        A batch of random rows touches nearly every shard. So index arithmetic is done once for all
         rows, and the loops over shards only read.
         """
         ids = np.asarray(rows, np.int64)
@@ -127,15 +127,16 @@ class ShardedRows:
             stops[piece.span] = shard.offsets[piece.local_rows + 1]
             num_values[piece.span] = len(shard.values)
         lengths = stops - starts
-        # Offsets are checked here: a check when a file is opened would read all of it.
+        # Only the offsets of these rows are checked. Checking a file when it is opened would read all
+        # of it.
         is_damaged = np.any(starts < 0) or np.any(lengths < 0) or np.any(stops > num_values)
         if is_damaged:
             raise self._damaged("offsets that are not those of its rows")
         offsets = offsets_of(lengths)
-        # Place of every value within its shard. `offsets` says where rows start in the result, so
-        # the shift of a row from the result to its shard is the difference of both starts.
-        shifts = np.repeat(starts - offsets[:-1], lengths)
-        places = np.arange(offsets[-1]) + shifts
+        # `places` says where each value is in its shard. A row starts at `offsets[:-1]` in the result and
+        # at `starts` in its shard, so all values of the row are shifted by the difference.
+        shifts = starts - offsets[:-1]
+        places = np.arange(offsets[-1]) + np.repeat(shifts, lengths)
         values = np.empty(len(places), np.int64)
         for piece in pieces:
             first = offsets[piece.span.start]
@@ -144,7 +145,7 @@ class ShardedRows:
             values[first:last] = shard_values[places[first:last]]
         if not are_ids(values, self._limit):
             raise self._damaged(f"{self._kind} ids outside 0 to {self._limit - 1}")
-        # The rows were read in ascending order; put them back into the caller's.
+        # The rows were read in ascending order. The inverse permutation restores the caller's order.
         inverse = np.argsort(order)
         return Ragged(values, offsets).take(inverse)
 
@@ -161,7 +162,7 @@ class ShardedRows:
         num_shards = self._num_shards
         if num_shards:
             self._shard(num_shards - 1)
-        # A file after the last one holds rows that the card does not count.
+        # If there is one more file, the split has more rows than its card says.
         if Path(f"{self._stem(num_shards)}s.npy").exists():
             raise self._damaged(f"more than the {self._num_rows:,} rows that its card says")
 
@@ -174,10 +175,10 @@ class ShardedRows:
         return lengths
 
     def empty_rows(self) -> Int64Array:
-        """int64, rows without a value, ascending; needs no array of all rows."""
+        """int64, rows without a value, ascending. Needs no array as long as the split."""
         empty_rows = [np.empty(0, np.int64)]
         for start, offsets in self._offset_blocks():
-            # Most blocks have no such row, and one pass over their offsets shows it.
+            # Most blocks have no such row. One comparison of their offsets shows that.
             if not np.all(offsets[:-1] < offsets[1:]):
                 is_empty = self._lengths_of(offsets) == 0
                 empty_rows.append(start + np.flatnonzero(is_empty))
@@ -186,7 +187,7 @@ class ShardedRows:
     def _offset_blocks(self) -> Iterator[tuple[int, Int64Array]]:
         """The first row of each block of rows, and int64 [rows + 1], the offsets of its rows.
 
-        They are read instead of mapped: a mapping expects to be read here and there.
+        The files are read and not mapped, because the mappings are tuned for random access.
         """
         for shard in range(self._num_shards):
             # Opening the shard also checks the first and the last of its offsets.
@@ -194,7 +195,7 @@ class ShardedRows:
             path = Path(f"{self._stem(shard)}_offsets.npy")
             first_byte = array_header(path, (np.int64,)).start
             for start in range(0, num_rows, _ROWS_AT_ONCE):
-                # One more offset than rows: the end of the last row.
+                # There is one more offset than rows: the end of the last row.
                 count = min(_ROWS_AT_ONCE, num_rows - start) + 1
                 place = first_byte + start * np.dtype(np.int64).itemsize
                 offsets = np.fromfile(path, np.int64, count, offset=place)
@@ -207,7 +208,7 @@ class ShardedRows:
         return lengths
 
     def _stem(self, number: int) -> str:
-        """What the paths of a file of values and of its offsets begin with."""
+        """The common start of the paths of two files: values and their offsets."""
         return f"{self._folder}/{shard_stem(number)}.{self._kind}"
 
     def _damaged(self, what: str) -> DataError:
@@ -222,7 +223,7 @@ class ShardedRows:
                 values = _map(Path(f"{stem}s.npy"), VALUE_TYPES)
                 offsets = _map(Path(f"{stem}_offsets.npy"), (np.int64,))
                 num_rows = rows_of_shard(number, self._num_rows, self._shard_rows)
-                # Only the ends: the offsets in between are checked where rows are read.
+                # Only the first and the last offset are checked here. `take` checks those in between.
                 is_complete = offsets.shape == (num_rows + 1,) and offsets[0] == 0
                 if not is_complete or offsets[-1] != len(values):
                     raise ValueError(f"the offsets are not those of {num_rows} rows")
@@ -249,7 +250,7 @@ class ShardedVectors:
         self._open_shards: dict[int, Array] = {}
 
     def take(self, rows: Int64Array) -> Float32Array:
-        """float32 [rows, W], the vectors of the chosen rows in the chosen order."""
+        """float32 [rows, W], the vectors of the given rows in the given order."""
         ids = np.asarray(rows, np.int64)
         order = np.argsort(ids, kind="stable")
         vectors = np.empty((len(ids), self._width), np.float32)
@@ -283,7 +284,7 @@ def rows_of_shard(shard: int, num_rows: int, shard_rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ShardPiece:
-    """The part of some sorted rows that lies in one shard.
+    """Those of some sorted rows that lie in one shard.
 
     Attributes:
         shard: number of the shard.
@@ -344,13 +345,13 @@ def _map(path: Path, dtypes: tuple[npt.DTypeLike, ...], ndim: int = 1) -> Array:
 
 
 def _advise_random(data: Array) -> None:
-    """Tells the system that a mapping is read here and there.
+    """Tells the operating system that a mapping is read at random places.
 
-    Otherwise each access reads megabytes ahead, and a corpus that is larger than the memory pushes
-    itself out of it.
+    Otherwise each access reads megabytes ahead. If the corpus is larger than the memory, these pages
+    evict others that are still needed.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is not None:
         address = ctypes.c_void_p(data.ctypes.data)
-        # It is advice alone, so its failure changes no result.
+        # A failure is ignored, because the advice changes no result.
         madvise(address, ctypes.c_size_t(data.nbytes), mmap.MADV_RANDOM)
