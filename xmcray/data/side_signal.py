@@ -1,8 +1,9 @@
-"""How much the side vectors of a corpus say about its labels, measured before training.
+"""Measures before training how much the side vectors of a corpus say about its labels.
 
-The training loss cannot tell. Rows of a classifier learn the vectors of single queries by heart, so
-vectors that are noise lower it too. Here no query is compared with itself: queries that share a
-label are compared with random ones, and queries with their own labels and random ones.
+The training loss does not show it: the rows of a classifier memorise the vectors of single queries, so
+vectors that are noise lower the loss too. Here two comparisons are made, none of a query with itself.
+Two queries that share a label are compared with one of them and a random query. A query and its label
+are compared with the query and a random label.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ from xmcray.types import Float32Array, Int64Array, Ragged, side_vectors_of
 
 MAX_QUERIES = 20_000
 MAX_NUMBERS = 1 << 24  # of the vectors that are held at once
-# In between: ASTRA on the sample gains 9 points of P@1 and keeps its PSP@5 at 0.15 ("weak" in
-# benchmarks/side_vectors.py), and lost 2 and 6 at 0.05 ("weaker") while such vectors were mixed in.
+# Chosen between two measurements of ASTRA on the sample (benchmarks/side_vectors.py). At 0.15 ("weak")
+# side vectors add 9 points of P@1 and keep PSP@5. At 0.05 ("weaker"), vectors that were mixed in cost
+# 2 and 6 points of these.
 MIN_ALIKE = 0.1
 MIN_STANDARD_ERRORS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class SideSignal:
-    """What is alike among vectors of the same labels.
+    """How similar vectors with the same labels are.
 
     Attributes:
-        alike: mean cosine of related vectors less that of random ones, both seen from their mean; 0
-            for noise, at most 1.
-        standard_errors: how many of its own standard errors it is above 0.
+        alike: mean cosine of related vectors minus that of random ones, after their mean is subtracted;
+            0 for noise, at most 1.
+        standard_errors: `alike` divided by its standard error.
     """
 
     alike: float
@@ -40,12 +42,12 @@ class SideSignal:
 
     @property
     def is_noise(self) -> bool:
-        """Whether the vectors say nothing about labels, or too little to be learned."""
+        """Whether the vectors say nothing about labels, or too little to learn from."""
         return self.alike < MIN_ALIKE or self.standard_errors < MIN_STANDARD_ERRORS
 
     @classmethod
     def of_differences(cls, difference_P: Float32Array) -> SideSignal:
-        """Of pairs' cosines less those of random pairs, float32 [P]."""
+        """The signal of P pairs: float32 [P], the cosine of each minus that of a random pair."""
         if len(difference_P) < 2:
             return cls(0.0, 0.0)
         mean = float(difference_P.mean())
@@ -54,12 +56,12 @@ class SideSignal:
 
 
 def side_signal(data: TrainingData) -> SideSignal | None:
-    """Measures a sample of the training queries; the same on every rank.
+    """Measures a sample of the training queries. The result is the same on every rank.
 
     Args:
         data: of a corpus with side vectors.
     Returns:
-        None if no query has a vector, which leaves nothing to compare.
+        None if no query has a vector, because then there is nothing to compare.
     """
     generator = draws.generator(data.config.seed, "side signal")
     width = data.corpus.card.side_width
@@ -77,7 +79,7 @@ def side_signal(data: TrainingData) -> SideSignal | None:
         _of_queries(query_BW, positives, generator),
         _of_labels(query_BW, positives, data.corpus, generator),
     ]
-    # One of the two is enough.
+    # One of the two is enough, so the better one counts.
     return max(signals, key=lambda signal: (not signal.is_noise, signal.alike))
 
 
@@ -85,15 +87,15 @@ def _of_queries(
     query_BW: Float32Array, positives: Ragged, generator: np.random.Generator
 ) -> SideSignal:
     """Queries that share a label, compared with random queries."""
-    # Entries with the same label become neighbours.
+    # T counts pairs of a query and one of its labels. Sorted by label, pairs with the same label are
+    # neighbours.
     order = np.argsort(positives.values, kind="stable")
-    # T: pairs of a query and a label of it.
     label_T = positives.values[order]
     query_T = positives.row_ids[order]
     shares_label = label_T[1:] == label_T[:-1]
     left = query_T[:-1][shares_label]
     right = query_T[1:][shares_label]
-    # Two queries may share several labels, and count once.
+    # Two queries that share several labels count once.
     pairs = np.unique(np.stack([left, right], axis=1), axis=0)
     pairs = pairs[random_sample(generator, len(pairs), len(query_BW))]
     first: Int64Array = pairs[:, 0]
@@ -106,7 +108,8 @@ def _of_queries(
 def _of_labels(
     query_BW: Float32Array, positives: Ragged, corpus: Corpus, generator: np.random.Generator
 ) -> SideSignal:
-    """Queries and a label of theirs, compared with labels of other queries."""
+    """Queries and one of their labels, compared with labels of other queries."""
+    # The first label of each query.
     label_B = positives.values[positives.offsets[:-1]]
     label_BW = side_vectors_of(corpus.label_tokens(label_B), query_BW.shape[1])
     has_vector = label_BW.any(axis=1)
@@ -124,7 +127,7 @@ def _row_products(left_PW: Float32Array, right_PW: Float32Array) -> Float32Array
 
 
 def _directions(vectors: Float32Array) -> Float32Array:
-    """Directions of rows, seen from their mean: many embeddings have a part that all rows share."""
+    """Directions of rows after their mean is subtracted. Many embeddings have a part that all share."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     directions: Float32Array = vectors / lengths
     directions -= directions.mean(axis=0)
