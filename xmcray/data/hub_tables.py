@@ -1,14 +1,15 @@
-"""Tables of any layout that the library `datasets` opens, on the Hub or in a folder, as raw files.
+"""Converts tables that the library `datasets` opens, on the Hub or in a folder, to raw files.
 
-A column holds the texts of the queries, another one their labels: names, or numbers of a
-`ClassLabel`, one or a list of them. The rows are written in batches as raw files of the layout
-`parquet`, which the pipeline reads several times and from several processes. The library runs no
-code of a data set: since release 4 it refuses those that need it.
+One column holds the texts of the queries and another their labels. A cell of labels is a name, a number
+of a `ClassLabel`, or a list of either. The rows are written in batches as raw files of the layout
+`parquet`, because the pipeline reads them several times and from several processes. The library runs
+no code of a data set: since release 4 it refuses data sets that need code.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import shutil
 import sys
@@ -33,7 +34,7 @@ SPLITS = ("train", "test", "labels")
 _BATCH_ROWS = 16_384
 # In CSV, only a blank cell is empty. The default also drops texts and labels such as "NA" and "None".
 _CSV_OPTIONS = {"keep_default_na": False, "na_values": [""]}
-# Files that describe a data set, whatever their suffixes.
+# Files that describe a data set, with any suffix.
 _ABOUT_DATA = ("LICENCE", "LICENSE", "README", "dataset_infos")
 _QUERY_FIELDS = {"uid": pa.string(), "text": pa.string(), "labels": pa.list_(pa.string())}
 _LABEL_SCHEMA = pa.schema({"uid": pa.string(), "text": pa.string()})
@@ -46,8 +47,8 @@ class Columns:
     Attributes:
         text: texts of queries; "title+body" joins two columns.
         labels: labels of queries: names, numbers of a ClassLabel, or uids of the table of labels.
-        uid: uids of queries; without it they are numbered.
-        relevance: lists of a number per label.
+        uid: uids of queries; if it is None, queries are numbered.
+        relevance: lists with a number for each label.
         label_uid: uids in the table of labels.
         label_text: texts in the table of labels; "name+description" joins two columns.
     """
@@ -62,14 +63,15 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class HubTables:
-    """Tables of one data set.
+    """The tables of one data set.
 
     Attributes:
         source: hf://datasets/OWNER/NAME, or a folder.
         columns: names of their columns.
-        configuration: of the data set; None if it has one only.
-        splits: by "train", "test" and "labels", a split or a part of it, such as "train[:90%]",
-            after "CONFIGURATION/" if that is another one. None takes train and, if there is one, test.
+        configuration: of the data set; None if it has only one.
+        splits: for "train", "test" and "labels", the split to read, or a part of it such as
+            "train[:90%]". A split of another configuration is "CONFIGURATION/SPLIT". None reads train
+            and, if there is one, test.
     """
 
     source: str
@@ -101,7 +103,7 @@ class HubTables:
     def _write_tables(self, tables: Mapping[str, Any], folder: Path) -> None:
         """Writes the raw files of the table of each split."""
         has_label_table = "labels" in tables
-        # Label names in the order in which they are met; a dictionary keeps it.
+        # The labels of all queries. A dictionary drops repeated keys and keeps their order.
         label_uids: dict[str, None] = {}
         schema = pa.schema(_QUERY_FIELDS)
         if self.columns.relevance:
@@ -122,7 +124,7 @@ class HubTables:
                 " JSON lines"
             )
         else:
-            # A label's name is its text.
+            # Without a table of labels, the name of a label is its text.
             names = list(label_uids)
             labels = [{"uid": names, "text": names}]
         _write(folder / "labels.parquet", _LABEL_SCHEMA, labels)
@@ -130,11 +132,11 @@ class HubTables:
             shutil.copyfile(removed, folder / removed.name)
 
     def _open(self, progress: bool, cache: str) -> dict[str, Any]:
-        """The table of each split; its rows are mapped, not read.
+        """The table of each split. Its rows are mapped, not read.
 
         Args:
             progress: show downloads.
-            cache: folder for what the library makes of the files of a local folder.
+            cache: folder for the library's copies of local files.
         """
         try:
             from datasets import load_dataset_builder
@@ -150,19 +152,21 @@ class HubTables:
         builders: dict[str | None, Any] = {}
 
         def builder_of(configuration: str | None) -> Any:
-            if configuration not in builders:
-                builder = load_dataset_builder(path, configuration, **options)
-                if getattr(builder.config, "keep_default_na", False):
-                    builder = load_dataset_builder(
-                        path, configuration, **options, **self._csv_options()
-                    )
-                try:
-                    builder.download_and_prepare()
-                except DatasetGenerationError as error:
-                    # Its own message does not say what is wrong.
-                    raise error.__cause__ or error from None
-                builders[configuration] = builder
-            return builders[configuration]
+            """The builder of a configuration, which is downloaded once."""
+            if configuration in builders:
+                return builders[configuration]
+            builder = load_dataset_builder(path, configuration, **options)
+            # Only the configuration of CSV files has this setting.
+            if getattr(builder.config, "keep_default_na", False):
+                csv_options = {**options, **self._csv_options()}
+                builder = load_dataset_builder(path, configuration, **csv_options)
+            try:
+                builder.download_and_prepare()
+            except DatasetGenerationError as error:
+                # The message of the error does not say what is wrong. That of its cause does.
+                raise error.__cause__ or error from None
+            builders[configuration] = builder
+            return builder
 
         failure = f"{self.source} cannot be opened by datasets"
         with _progress_bars(progress), readable(failure, remedy, DataError):
@@ -181,32 +185,34 @@ class HubTables:
         return tables
 
     def _csv_options(self) -> dict[str, Any]:
-        """How `datasets` reads CSV files."""
+        """Options for `datasets` to read CSV files."""
         columns = [self.columns.uid, self.columns.label_uid]
-        # Without a table of labels, integers are refused, because they would be their own texts.
+        # Without a table of labels, this column is not read as text, so that labels that are numbers are
+        # refused. Their texts would be digits.
         if "labels" in (self.splits or ()):
             columns.append(self.columns.labels)
-        # A uid such as 007 would become the number 7.
+        # Uids are read as texts. Otherwise a uid such as 007 would become the number 7.
         as_texts = {column: _cell_as_text for column in columns if column}
         return {**_CSV_OPTIONS, "converters": as_texts}
 
     def _location(self, cache: str) -> tuple[str, dict[str, Any]]:
-        """What `load_dataset_builder` gets."""
+        """The path and the options for `load_dataset_builder`."""
         if self.source.startswith(hub.PREFIX):
             place = hub.HubPath.parse(self.source)
-            # With its scheme, so that a local folder of that name is not taken for it.
+            # The scheme is kept. Without it the library would prefer a local folder of the same name.
             path = f"{hub.PREFIX}datasets/{place.repo_id}"
             return path, {"revision": place.revision, "data_dir": place.path or None}
         folder = Path(self.source)
         if not folder.is_dir():
             raise DataError(f"{self.source} does not exist, expected a folder that datasets opens")
         self._refuse_files_by_row(folder)
-        # The absolute path, because names such as "csv" have a meaning of their own.
-        # The library's own cache knows a file by its name and time, which a new content may keep.
+        # The path is absolute, because names such as "csv" have a meaning of their own. The cache is our
+        # own, because that of the library identifies a file by name and time. Both may stay the same
+        # when the content changes.
         return str(folder.absolute()), {"cache_dir": cache}
 
     def _refuse_files_by_row(self, folder: Path) -> None:
-        """Raises DataError if there are filter pairs or side vectors, which count rows of raw files."""
+        """Raises DataError if there are filter pairs or side vectors, which refer to rows of raw files."""
         for pattern in (*FILTER_NAMES.values(), "*.vectors.npy"):
             if files := find(folder, pattern):
                 raise DataError(
@@ -218,10 +224,13 @@ class HubTables:
         """Warns of files next to the tables that are in none of the opened configurations."""
         read_files: set[Path] = set()
         for builder in builders:
-            for files in (builder.config.data_files or {}).values():
-                # A file of an archive is written NAME::ARCHIVE.
-                read_files.update(Path(str(file).split("::")[-1]).resolve() for file in files)
-        read_files.update(path.resolve() for path in find(Path(self.source), REMOVED_UIDS))
+            files_of_split = builder.config.data_files or {}
+            for file in itertools.chain(*files_of_split.values()):
+                # A file inside an archive is called NAME::ARCHIVE.
+                *_, on_disk = str(file).split("::")
+                read_files.add(Path(on_disk).resolve())
+        for path in find(Path(self.source), REMOVED_UIDS):
+            read_files.add(path.resolve())
         unread = []
         for path in sorted(Path(self.source).iterdir()):
             is_data = path.suffix not in ("", ".md") and path.stem not in _ABOUT_DATA
@@ -242,24 +251,20 @@ class HubTables:
         has_label_table: bool,
         label_uids: dict[str, None],
     ) -> Iterator[dict[str, list[Any]]]:
-        """The queries of a split in batches; adds the uids of its labels to `label_uids`."""
+        """The queries of a split in batches. Adds the uids of their labels to `label_uids`."""
         columns = self.columns
         text_columns = columns.text.split("+")
-        for column in text_columns:
-            self._check(table, split, "text", column, ("string",))
-        kinds = ("string", "class", "int") if has_label_table else ("string", "class")
-        self._check(table, split, "labels", columns.labels, kinds, lists=True)
-        if columns.uid:
-            self._check(table, split, "uid", columns.uid, ("string", "int"))
-        if columns.relevance:
-            kinds = ("int", "float")
-            self._check(table, split, "relevance", columns.relevance, kinds, lists=True)
-        names = getattr(_item(table.features[columns.labels]), "names", None)
-        # All names of a ClassLabel are labels, also those of no query.
+        self._check_query_columns(table, split, has_label_table)
+        label_type = _item(table.features[columns.labels])
+        names = getattr(label_type, "names", None)
+        # All names of a ClassLabel are labels, even if no query has them.
         label_uids.update(dict.fromkeys(names or ()))
-        optional_columns = [column for column in (columns.uid, columns.relevance) if column]
-        columns_read = sorted({*text_columns, columns.labels, *optional_columns})
-        for batch in table.select_columns(columns_read).iter(_BATCH_ROWS):
+        columns_read = {*text_columns, columns.labels}
+        if columns.uid:
+            columns_read.add(columns.uid)
+        if columns.relevance:
+            columns_read.add(columns.relevance)
+        for batch in table.select_columns(sorted(columns_read)).iter(_BATCH_ROWS):
             labels = [_label_uids(cell, names) for cell in batch[columns.labels]]
             rows: dict[str, list[Any]] = {}
             rows["text"] = _texts(batch, text_columns)
@@ -269,9 +274,24 @@ class HubTables:
             rows["labels"] = [[uid for uid in uids if uid is not None] for uids in labels]
             for uids in rows["labels"]:
                 label_uids.update(dict.fromkeys(uids))
-            # The reader of the raw files numbers rows without a uid.
-            rows["uid"] = _uids(batch[columns.uid] if columns.uid else [None] * len(labels))
+            # Rows without a uid are numbered when the raw files are read.
+            rows["uid"] = [None] * len(labels)
+            if columns.uid:
+                rows["uid"] = _uids(batch[columns.uid])
             yield rows
+
+    def _check_query_columns(self, table: Any, split: str, has_label_table: bool) -> None:
+        """Raises ConfigError if a table of queries lacks a column, or if it is of another type."""
+        columns = self.columns
+        for column in columns.text.split("+"):
+            self._check(table, split, "text", column, ("string",))
+        kinds = ("string", "class", "int") if has_label_table else ("string", "class")
+        self._check(table, split, "labels", columns.labels, kinds, lists=True)
+        if columns.uid:
+            self._check(table, split, "uid", columns.uid, ("string", "int"))
+        if columns.relevance:
+            kinds = ("int", "float")
+            self._check(table, split, "relevance", columns.relevance, kinds, lists=True)
 
     def _labels(self, table: Any) -> Iterator[dict[str, list[Any]]]:
         """The rows of the table of labels in batches."""
@@ -293,15 +313,15 @@ class HubTables:
         kinds: tuple[str, ...],
         lists: bool = False,
     ) -> None:
-        """Raises ConfigError if a table lacks a column, or if that is of another type.
+        """Raises ConfigError if a table lacks a column, or if the column is of another type.
 
         Args:
             table: of `datasets`.
-            split: what it is for.
+            split: "train", "test" or "labels".
             option: field of `Columns` that names the column.
-            column: its name.
-            kinds: types that are allowed, as the beginnings of their names.
-            lists: whether lists of them are allowed too.
+            column: name of the column.
+            kinds: allowed types, by the start of their names.
+            lists: whether lists of these types are allowed too.
         """
         if column not in table.features:
             column_names = ", ".join(table.features)[:200]
@@ -327,7 +347,7 @@ class HubTables:
 
 @contextlib.contextmanager
 def _progress_bars(progress: bool) -> Iterator[None]:
-    """Lets the library show its progress or not; afterwards it does what it did before."""
+    """Shows or hides the progress bars of the library, and restores its setting afterwards."""
     import datasets
 
     if datasets.are_progress_bars_disabled() or (progress and sys.stderr.isatty()):
@@ -341,7 +361,7 @@ def _progress_bars(progress: bool) -> Iterator[None]:
 
 
 def _item(feature: Any) -> Any:
-    """The type of a list's items; that of the column if it holds no lists."""
+    """The type of the items if a column holds lists, otherwise the type of the column."""
     return getattr(feature, "feature", feature)
 
 
@@ -361,37 +381,37 @@ def _uids(cells: list[Any]) -> list[str | None]:
 
 
 def _label_uids(cell: Any, names: list[str] | None) -> list[str | None]:
-    """The uids of the labels in a cell, which holds one of them, several or none; None for no label.
+    """The uids of the labels in a cell. None stands for an item that is no label.
 
     Args:
-        cell: of the labels column.
+        cell: of the labels column: one label or a list of labels.
         names: of a ClassLabel; None if the cell holds the uids themselves.
     """
     labels = _as_list(cell)
-    # The library writes -1 where a row has no class.
+    # The library writes -1 if a row has no class.
     if names is None:
         return [None if label in (None, "", -1) else str(label) for label in labels]
     return [None if number is None or number < 0 else names[number] for number in labels]
 
 
 def _grades_of_labels(cell: Any, labels: list[str | None]) -> list[Any] | None:
-    """The grades in a cell, without those of no label; None if the row has none."""
+    """The grades in a cell, without those of items that are no labels; None if the row has none."""
     if cell is None:
         return None
     grades = _as_list(cell)
     if len(grades) != len(labels):
-        # Refused later, as a malformed row.
+        # The reader of the raw files refuses such a row as malformed.
         return grades
     return [grade for grade, label in zip(grades, labels, strict=True) if label is not None]
 
 
 def _as_list(cell: Any) -> list[Any]:
-    """A list as it is, and a value alone as a list."""
+    """The list in a cell. A single value becomes a list of one."""
     return cell if isinstance(cell, list) else [cell]
 
 
 def _texts(batch: Mapping[str, list[Any]], columns: list[str]) -> list[str]:
-    """The texts of rows, joined by a blank if they have several."""
+    """The texts of rows. If there are several text columns, they are joined by blanks."""
     text_columns = [batch[column] for column in columns]
     texts = []
     for row in zip(*text_columns, strict=True):
