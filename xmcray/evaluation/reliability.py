@@ -1,9 +1,9 @@
 """Measures whether probabilities are right: calibration error, precision and coverage.
 
-    ECE@k        expected calibration error of the first k answers: they are sorted into BINS bins of
-                 equal width by probability; the distances between mean probability and precision
-                 of each bin are averaged, weighted by answers (Guo et al., "On Calibration of Modern
-                 Neural Networks", ICML 2017)
+    ECE@k        expected calibration error of the first k answers (Guo et al., "On Calibration of
+                 Modern Neural Networks", ICML 2017). The answers are sorted into BINS bins of equal
+                 width by probability. The error is the mean distance between the mean probability and
+                 the precision of a bin, weighted by answers.
     precision    share of relevant labels among answers that are at least this probable
     coverage     share of queries with such an answer
 

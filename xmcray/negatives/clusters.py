@@ -17,21 +17,20 @@ ELEMENTS_AT_ONCE = 1 << 22  # elements of the vectors of clusters that are split
 
 
 def balanced_clusters(vectors: Float32Array, num_clusters: int, seed: int) -> Int64Array:
-    """Halves the rows again and again, each time by 2-means with halves of equal size (NGAME,
-    section 3; spherical).
+    """Clusters rows by balanced, spherical 2-means, applied recursively (NGAME, section 3).
 
-    Two rows drawn at random are the first centres. The half of the rows that prefers the first
-    centre most goes to it, the rest to the other, and the centres become the normalised means,
-    until the mean similarity gains less than 1e-4.
+    Each split starts with two random rows as centres. Then it repeats two steps: the half of the rows
+    that prefers the first centre most goes to it and the rest to the other, and the centres become the
+    normalised means of their rows. A split stops when the mean similarity gains less than 1e-4.
 
     Args:
         vectors: float32 [N, D]; they are normalised here.
         num_clusters: a power of two, at most N.
-        seed: of the drawn rows.
+        seed: of the random rows.
 
     Returns:
-        Int64Array: int64 [N], a row's cluster; the sizes differ by at most 1. Clusters 2c and 2c +
-        1 are the halves of one parent, hence `result >> k` are the clusters of `num_clusters >> k`.
+        int64 [N], the cluster of each row. Sizes differ by at most 1. Clusters 2c and 2c + 1 are the
+        halves of one parent, so `result >> k` is the clustering into `num_clusters >> k` clusters.
 
     Raises:
         ConfigError: num_clusters is no power of two or above N.
@@ -52,7 +51,7 @@ def balanced_clusters(vectors: Float32Array, num_clusters: int, seed: int) -> In
     for level in range(num_levels):
         size_C = np.diff(starts)
         start_C = starts[:-1]
-        # One draw for the whole level, so the chunks below do not change the result.
+        # Random numbers are drawn for the whole level, so the result does not depend on the chunks below.
         generator = draws.generator(seed, "clusters", level)
         centre_C2 = _two_rows(size_C, generator)
         width = row_ND.shape[1]
@@ -61,11 +60,11 @@ def balanced_clusters(vectors: Float32Array, num_clusters: int, seed: int) -> In
         for low in range(0, len(size_C), clusters_at_once):
             chunk = slice(low, low + clusters_at_once)
             _split(row_ND, order, start_C[chunk], size_C[chunk], centre_C2[chunk])
-        # Sorting puts the start of each second half behind that of its first half, so clusters
-        # 2c and 2c + 1 come from cluster c.
+        # Sorting puts the start of each second half after that of its first half. So cluster c becomes
+        # the clusters 2c and 2c + 1.
         second_halves = start_C + _first_half(size_C)
         starts = np.sort(np.concatenate([starts, second_halves]))
-    # Back from rows by cluster to clusters by row.
+    # `order` lists the rows by cluster. This inverts it to the cluster of each row.
     clusters = np.empty(num_rows, np.int64)
     size_C = np.diff(starts)
     clusters[order] = np.repeat(np.arange(num_clusters), size_C)
@@ -103,7 +102,8 @@ def _split(
     similarity_C = np.full(len(size_C), -np.inf)
     ranked_CM = np.empty_like(member_CM)  # slots of each cluster, by their place in its order
 
-    # Below, vector_CMD, pull_CD and all that follows from them have the active clusters only.
+    # From here on, the first axis of vector_CMD, pull_CD and all that is computed from them is the active
+    # clusters only.
     active = np.arange(len(size_C))
     # A row's product with the difference of both centres says which of them it prefers.
     centre_C2D = vector_CMD[active[:, None], centre_C2]

@@ -1,11 +1,12 @@
 """Fits the probabilities of a bundle's answers on held-out queries (retrieval/calibration.py).
 
-Logistic regression makes evidence of an answer's score and its query's nearest labels. Isotonic
-regression turns evidence into probability, first for all labels together, then for each segment of
-labels by training frequency. Each fit has the one before as its prior, which counts as PRIOR
-answers, so a segment with few answers keeps nearly the common curve. A curve runs linearly through
-the centres of the blocks of isotonic regression (centred isotonic regression, Oron and Flournoy,
-"Centered Isotonic Regression", Statistics in Biopharmaceutical Research, 2017).
+First, logistic regression computes the *evidence* for an answer from its score and from the scores of
+the query's nearest labels. Then isotonic regression maps evidence to probability: once for all labels
+together, and once for each segment of labels by training frequency. Each fit has the one before as
+its prior, which counts as much as PRIOR answers. So the curve of a segment with few answers stays close
+to the common curve. Between the centres of the blocks of isotonic regression, a curve is linear
+(centred isotonic regression: Oron and Flournoy, "Centered Isotonic Regression", Statistics in
+Biopharmaceutical Research, 2017).
 
 Letters of axes, in addition to those in types.py: A answers, M answers with labels of
 one segment, G points of a prior, F features, N blocks.
@@ -38,7 +39,7 @@ from xmcray.retrieval.shards import SearchScope
 from xmcray.training.held_out import without_voters
 from xmcray.types import BoolArray, Float64Array, Int64Array, spans
 
-ANSWERS = 5  # of each query, as many as P@5 and ECE@5 look at
+ANSWERS = 5  # answers of each query, as many as P@5 and ECE@5 look at
 MAX_QUERIES = 10_000
 PRIOR = 1000  # answers
 GRID = 65  # points of a prior
@@ -104,7 +105,7 @@ def answers_to(
     num_labels = corpus.card.num_labels
     predictor = retriever.predictor()
     if isinstance(predictor, LabelPredictor):
-        # The features are those of a bundle that has its calibration.
+        # So that it computes the same features as it will after the bundle is calibrated.
         predictor = dataclasses.replace(predictor, calibrated=True)
     chunks: list[Sample] = []
     for span in spans(len(rows), CHUNK):
@@ -134,9 +135,9 @@ def answers_to(
 
 
 def _segments(train_counts: Int64Array) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """uint8 [L], number of each label's segment: 0 for labels without a training query."""
+    """uint8 [L], the number of each label's segment; 0 for labels without a training query."""
     lows = [low for _, low, _ in SEGMENTS]
-    # A segment holds the counts above its low end, up to and including the next one.
+    # The counts of a segment are above its own `low`, and at most the `low` of the next segment.
     return np.searchsorted(lows, train_counts, side="left").astype(np.uint8)
 
 
@@ -151,7 +152,7 @@ def fit_curves(sample: Sample, segment_A: Int64Array, num_queries: int) -> Curve
     weights = _logistic(sample.feature_AF, sample.relevant_A)
     # The first weight is the intercept.
     evidence_A = weights[0] + (sample.feature_AF * weights[1:]).sum(axis=1)
-    # The points of a prior are denser where there is more evidence.
+    # Quantiles are denser where there are more answers.
     grid_G = np.quantile(evidence_A, np.linspace(0.0, 1.0, GRID))
     common = _curve(evidence_A, sample.relevant_A, grid_G, expit(grid_G))
     seen: dict[str, Curve] = {}
@@ -160,7 +161,7 @@ def fit_curves(sample: Sample, segment_A: Int64Array, num_queries: int) -> Curve
         relevant_M = sample.relevant_A[members]
         seen[name] = _curve(evidence_A[members], relevant_M, grid_G, common.at(grid_G))
     members = segment_A == 0
-    # Rare labels resemble those without any training query most.
+    # The prior of labels without a training query is the curve of rare labels, which resemble them most.
     rare_G = seen[SEGMENTS[0][0]].at(grid_G)
     unseen = _curve(evidence_A[members], sample.relevant_A[members], grid_G, rare_G)
     by_segment = {UNSEEN: unseen, **seen}
@@ -170,7 +171,7 @@ def fit_curves(sample: Sample, segment_A: Int64Array, num_queries: int) -> Curve
         probability_A[members] = curve.at(evidence_A[members])
     best = probability_A[sample.place_A == 0]
     counts, _ = np.histogram(best, BINS, (0.0, 1.0))
-    # The share of each bin; without any answer all are 0.
+    # Without any answer, all shares are 0.
     share_of_bin = counts / max(len(best), 1)
     return Curves(
         intercept=float(weights[0]),
@@ -186,13 +187,13 @@ def fit_curves(sample: Sample, segment_A: Int64Array, num_queries: int) -> Curve
 def _logistic(feature_AF: Float64Array, relevant_A: BoolArray) -> Float64Array:
     """Intercept and factors of a logistic regression, float64 [1 + F].
 
-    The factor of the score, the first feature, is not negative: of two answers to one query, the
-    one with the higher score has no less evidence.
+    The first feature is the score. Its factor is not negative, so that of two answers to one query, the
+    one with the higher score never has less evidence.
     """
     mean_F = feature_AF.mean(axis=0)
     deviation_F = feature_AF.std(axis=0)
-    # A feature that is the same but for rounding tells nothing, as the best inner product where
-    # every query is a label too. Its factor stays near 0, so that rounding decides nothing.
+    # A feature that is constant except for rounding says nothing. An example is the best inner product if
+    # every query is a label too. Without the next lines, rounding would be scaled up to a deviation of 1.
     is_same_F = deviation_F <= _ROUNDING * np.abs(feature_AF).max(axis=0)
     deviation_F[is_same_F] = 1.0
     standard_AF = (feature_AF - mean_F) / deviation_F
@@ -201,10 +202,10 @@ def _logistic(feature_AF: Float64Array, relevant_A: BoolArray) -> Float64Array:
     def loss(weights: Float64Array) -> tuple[float, Float64Array]:
         evidence_A = weights[0] + standard_AF @ weights[1:]
         margin_A = sign_A * evidence_A
-        # log(1 + exp(-margin)), without an overflow of exp.
+        # `logaddexp` computes log(1 + exp(-margin)) without an overflow of exp.
         mean_loss = np.logaddexp(0, -margin_A).mean()
         penalty = _RIDGE * (weights**2).sum()
-        # The derivative of the mean by each evidence.
+        # The derivative of the mean loss by the evidence of each answer.
         slope_A = -sign_A * expit(-margin_A) / len(margin_A)
         gradient = np.concatenate([[slope_A.sum()], slope_A @ standard_AF])
         return float(mean_loss + penalty), gradient + 2 * _RIDGE * weights
@@ -214,7 +215,8 @@ def _logistic(feature_AF: Float64Array, relevant_A: BoolArray) -> Float64Array:
     lowest[1] = 0.0
     bounds = Bounds(lowest, np.inf)
     fitted = minimize(loss, np.zeros(num_weights), jac=True, method="L-BFGS-B", bounds=bounds)
-    # Back to features as they are: the mean of each moves into the intercept.
+    # Undo the standardisation: factors are divided by the deviations, and the means move into the
+    # intercept.
     factors = fitted.x[1:] / deviation_F
     intercept = fitted.x[0] - factors @ mean_F
     return np.concatenate([[intercept], factors])
@@ -229,17 +231,16 @@ def _curve(
     """Isotonic regression of relevance on evidence.
 
     Args:
-        evidence_M: of the answers that count.
-        relevant_M: whether they are right.
-        grid_G: evidence that is usual among all answers.
-        prior_G: probabilities that are expected there. Together they weigh as much as PRIOR
-            answers.
+        evidence_M: evidence of the answers.
+        relevant_M: whether these answers are right.
+        grid_G: evidence at the points of the prior.
+        prior_G: probabilities at these points. Together they weigh as much as PRIOR answers.
     """
     evidence = np.concatenate([grid_G, evidence_M])
     target = np.concatenate([prior_G, relevant_M])
     weight = np.ones(len(evidence))
     weight[: len(grid_G)] = PRIOR / len(grid_G)
-    # By rising evidence. Targets of equal evidence fall, so that regression makes one block of them.
+    # Sorted by evidence. Among equal evidence, targets descend, so that they become one block.
     order = np.lexsort((-target, evidence))
     fitted = isotonic_regression(target[order], weights=weight[order]).x
     value_N, block = np.unique(fitted, return_inverse=True)
@@ -247,7 +248,8 @@ def _curve(
     weight_N = np.bincount(block, weight[order])
     weighted_sum_N = np.bincount(block, weight[order] * evidence[order])
     centre_N = weighted_sum_N / weight_N
-    # Rounding may give a block the centre of an earlier one, or a lower one.
+    # Due to rounding, the centre of a block may not be above that of the block before. Such blocks are
+    # left out.
     highest_N = np.maximum.accumulate(centre_N)
     rises = np.diff(highest_N, prepend=-np.inf) > 0
     probability_N = value_N[rises].clip(0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Metrics on held-out training queries: every rank searches the labels that it owns, exactly."""
+"""Metrics on held-out training queries. Every rank searches its own labels exhaustively."""
 
 from __future__ import annotations
 
@@ -28,18 +28,20 @@ def validate(
     data: TrainingData,
     partition: LabelPartition,
 ) -> dict[str, float]:
-    """Metrics on `data.validation_rows`; collective, the same result on every rank.
+    """Metrics on `data.validation_rows`. Collective; the result is the same on every rank.
 
-    As in an evaluation of a bundle, labels that were removed are neither answers nor positives.
+    As in the evaluation of a bundle, removed labels are neither answers nor positives.
     """
     label_SD = method.answer_rows()
     rows = data.validation_rows
     start, stop = share(len(rows), partition.rank, partition.num_ranks)
-    # Every rank encodes a share of the queries, and searches its labels for all of them.
+    # Every rank encodes a share of the queries, and then searches its own labels for all queries.
     tokens = data.tokens(rows[start:stop])
     query_BD = encode_queries(encoder, method, tokens)
-    # Joined on the host, so that a device holds them only once, and not while it scores.
-    parts = [part.float().cpu().numpy() for part in collectives.gather_ragged(query_BD)]
+    # The vectors are concatenated on the host. On the device this would need twice the memory, and they
+    # would stay there while it scores.
+    gathered = collectives.gather_ragged(query_BD)
+    parts = [part_BD.float().cpu().numpy() for part_BD in gathered]
     query_GD = np.concatenate(parts)
     source_ids_S = data.corpus.label_order[partition.start : partition.stop]
     was_removed_S = np.isin(source_ids_S, data.corpus.removed_labels)
@@ -52,7 +54,7 @@ def validate(
     )
     best = _best_of_all_ranks(own_best)
 
-    # From here on every rank has all answers and computes the same numbers.
+    # Every rank now has all answers and computes the same numbers from them.
     metrics = Metrics.of_corpus(data.corpus)
     positives = data.corpus.split("train").positives(rows)
     metrics.update(best, data.corpus.answerable(positives))
@@ -70,7 +72,7 @@ def _best_of_all_ranks(own_best: TopLabels) -> TopLabels:
     """The K best answers of all ranks; of equal scores the lower source id comes first."""
     ids = _side_by_side(own_best.ids)
     scores = _side_by_side(own_best.scores)
-    # The last key of lexsort counts most: columns go by falling score, then by rising id.
+    # The last key of `lexsort` is the first to be compared: score descending, then id ascending.
     order = np.lexsort((ids, -scores))
     best = order[:, :_K]
     best_ids = np.take_along_axis(ids, best, axis=1)
@@ -79,7 +81,7 @@ def _best_of_all_ranks(own_best: TopLabels) -> TopLabels:
 
 
 def _side_by_side(own_BK: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The columns of all ranks; collective."""
+    """Concatenates the columns of all ranks. Collective."""
     device = "cuda" if collectives.on_gpu() else "cpu"
     of_ranks = collectives.gather_equal(torch.from_numpy(own_BK).to(device))
     return np.concatenate(of_ranks.cpu().numpy(), axis=1)
