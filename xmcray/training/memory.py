@@ -40,18 +40,18 @@ def memory_bundle(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Writes a bundle in which training queries and label texts vote; trains nothing.
+    """Writes a bundle in which training queries and label texts vote. Trains nothing.
 
     Args:
-        encoder: a run, a bundle, a folder of an encoder, or a hub id. Its head is kept; vectors get
-            length 1.
-        corpus: its training queries and labels are encoded.
+        encoder: a run, a bundle, a folder of an encoder, or a hub id. Its head is kept. Vectors are
+            normalised.
+        corpus: the corpus whose training queries and labels are encoded.
         out: folder or URL that does not exist yet.
-        config: how they vote if a request does not say otherwise.
+        config: how they vote if a request does not override it.
         progress: called with the number of texts encoded so far.
     Raises:
         ConfigError: no such encoder.
-        DataError: it needs other tokens than the corpus has.
+        DataError: the encoder needs other tokens than the corpus has.
         StorageError: `out` is not empty, or the disk is full.
     """
     refuse_existing(out)
@@ -61,7 +61,6 @@ def memory_bundle(
         trained_encoder.to(device), head.to(device), corpus.tokenizer(), normalised=True
     )
     encode = _CountingEncoder(query_encoder, progress)
-    num_labels = corpus.card.num_labels
     train = corpus.split("train")
     spec = IndexSpec()
     held_out = _held_out(encoder)
@@ -71,21 +70,9 @@ def memory_bundle(
         "corpus": corpus.card.name,
         "corpus_licence": corpus.card.licence,
         "corpus_sha256": corpus.sha256,
+        **held_out,
     }
-
-    def label_vectors() -> Iterator[Float32Array]:
-        for rows in id_blocks(num_labels):
-            tokens = corpus.label_tokens(corpus.label_order[rows])
-            yield encode(query_encoder.encoder.as_labels(tokens))
-
-    # The generators read a block at a time while the bundle is written, so memory stays bounded.
-    labels = BundleLabels(
-        uids=of_all_labels(corpus.label_uids, num_labels),
-        texts=of_all_labels(corpus.label_texts, num_labels),
-        order=corpus.label_order,
-        vectors=label_vectors(),
-        removed=corpus.removed_labels,
-    )
+    labels = _labels(corpus, query_encoder.encoder, encode)
     model = BundleModel(
         encoder=query_encoder.encoder,
         head=query_encoder.head,
@@ -95,13 +82,29 @@ def memory_bundle(
     sample = sample_rows(len(train), seed=0)
     build = ShardBuild(spec=spec, queries=encode(train.tokens(sample)))
     predictor = remember(corpus, encode, config or MemoryConfig(), spec, relevance=relevance)
-    write_bundle(
-        out,
-        model,
-        labels,
-        build,
-        about={**about, **held_out},
-        predictor=predictor,
+    write_bundle(out, model, labels, build, about=about, predictor=predictor)
+
+
+def _labels(
+    corpus: Corpus, encoder: Encoder, encode: Callable[[Ragged], Float32Array]
+) -> BundleLabels:
+    """The labels of a corpus, with the vectors of their texts.
+
+    The generators read a block at a time while the bundle is written, so memory stays bounded.
+    """
+    num_labels = corpus.card.num_labels
+
+    def vectors() -> Iterator[Float32Array]:
+        for rows in id_blocks(num_labels):
+            tokens = corpus.label_tokens(corpus.label_order[rows])
+            yield encode(encoder.as_labels(tokens))
+
+    return BundleLabels(
+        uids=of_all_labels(corpus.label_uids, num_labels),
+        texts=of_all_labels(corpus.label_texts, num_labels),
+        order=corpus.label_order,
+        vectors=vectors(),
+        removed=corpus.removed_labels,
     )
 
 
@@ -110,7 +113,7 @@ class _CountingEncoder:
 
     Args:
         encoder: encodes in chunks.
-        progress: called with the number after each chunk.
+        progress: called after each chunk with the number of texts so far.
     """
 
     def __init__(self, encoder: QueryEncoder, progress: Callable[[int], None] | None) -> None:
@@ -130,9 +133,13 @@ class _CountingEncoder:
 
 
 def _held_out(encoder: str) -> dict[str, Any]:
-    """Which training queries the encoder's run held out, so that a sweep of the memory uses those."""
+    """The settings that say which training queries the encoder's run held out, for the manifest.
+
+    A sweep over settings of the memory uses these queries. Empty if they are not known.
+    """
     if (Path(encoder) / "run.json").is_file():
-        return {"config": {"data": Run.open(encoder).config.to_dict()["data"]}}
+        settings = Run.open(encoder).config.to_dict()
+        return {"config": {"data": settings["data"]}}
     if not _is_bundle(encoder):
         return {}
     _, manifest = open_artifact(encoder, bundles.KIND, contents=False)
@@ -141,7 +148,7 @@ def _held_out(encoder: str) -> dict[str, Any]:
 
 
 def _is_bundle(path: str) -> bool:
-    """Whether a path can only be that of a bundle."""
+    """Whether a path must be that of a bundle: a URL, or a folder with a manifest."""
     return is_url(path) or (Path(path) / MANIFEST).is_file()
 
 
@@ -150,10 +157,10 @@ def open_encoder(path: str, corpus: Corpus) -> tuple[Encoder, Head]:
 
     Args:
         path: of one of these.
-        corpus: the encoder must read its tokens.
+        corpus: the corpus whose tokens the encoder must read.
     Raises:
         ConfigError: no such encoder.
-        DataError: it needs other tokens than the corpus has.
+        DataError: the encoder needs other tokens than the corpus has.
     """
     folder = Path(path)
     if (folder / "run.json").is_file():
@@ -167,7 +174,8 @@ def open_encoder(path: str, corpus: Corpus) -> tuple[Encoder, Head]:
         fits = tokenizer.to_files() == corpus.tokenizer().to_files()
     else:
         if not folder.is_dir():
-            from xmcray.nn.pretrained import find  # its library takes seconds to import
+            # Imported here, because the library behind it takes seconds to import.
+            from xmcray.nn.pretrained import find
 
             folder = find(path)
         encoder = load_encoder(folder)
