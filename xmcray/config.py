@@ -29,18 +29,19 @@ METHODS_GROUP = "xmcray.methods"  # entry points of methods in other packages (m
 
 
 def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """Makes an instance of the frozen dataclass `kind`, with `values` in place of its defaults.
+    """Builds a frozen dataclass from its defaults and the given values.
 
-    A settings class lists former names of its fields in a class attribute `RENAMED`: old name ->
-    new name. Fields that have left the section are in `MOVED`: old name -> new dotted name.
+    A settings class lists the former names of its fields in a class attribute `RENAMED`: old name ->
+    new name. Fields that moved to another section are in `MOVED`: old name -> new dotted name.
 
     Args:
         values: values by field name; the value of a section is a mapping.
         where: prefix of names in messages, such as "optim.".
     Raises:
-        ConfigError: an unknown key (names the nearest), a missing one, or a value of another type.
+        ConfigError: a key is unknown (the nearest name is given) or missing, or a value has another
+            type.
     """
-    # Annotations are texts in modules that postpone them; this resolves them to types.
+    # With `from __future__ import annotations`, annotations are strings. This resolves them to types.
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(cast(Any, kind))}
     new_names = _new_names(kind, where)
@@ -62,7 +63,7 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
 
 
 def _new_names(kind: type[Any], where: str) -> dict[str, str]:
-    """Dotted names that fields of a settings class have now, by their former names in its section."""
+    """The dotted names of renamed and moved fields, by their former names in this section."""
     new_names = {}
     for old_name, new_name in getattr(kind, "RENAMED", {}).items():
         # A renamed field stays in its section. A moved one has a full dotted name.
@@ -72,14 +73,14 @@ def _new_names(kind: type[Any], where: str) -> dict[str, str]:
 
 
 def _has_default(field: dataclasses.Field[Any]) -> bool:
-    """Whether a field may be left out. The default of a section comes from a factory."""
+    """Whether a field may be left out: it has a default, or a factory if it is a section."""
     has_value = field.default is not dataclasses.MISSING
     has_factory = field.default_factory is not dataclasses.MISSING
     return has_value or has_factory
 
 
 def _over_default(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values of a section, in place of those that the default of its field has."""
+    """The values of a section, completed by those of the default of its field."""
     if field.default_factory is dataclasses.MISSING:
         return values
     default = field.default_factory()
@@ -139,13 +140,13 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice. Without it, only the last one would count."""
+    """Refuses mappings that repeat a key. PyYAML would silently use the last value."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
         keys: set[str] = set()
         for key_node, _ in node.value:
-            # Other keys than scalars are refused later.
+            # Keys that are not scalars are refused later.
             if not isinstance(key_node, yaml.ScalarNode):
                 continue
             if key_node.value in keys:
@@ -180,8 +181,8 @@ def load_yaml(source: str) -> dict[str, Any]:
         kind = type(values).__name__
         raise ConfigError(f"{source} holds a {kind}, expected a mapping of settings")
     if source.startswith("preset:"):
-        # With this name, a training of another method refuses the preset as a whole. Without it, the
-        # message would be about one of the settings.
+        # With the name of its method, a preset is refused as a whole if another method is trained.
+        # Without it, the message would be about one of its settings.
         method, _, _ = source.removeprefix("preset:").partition("/")
         return {"method_name": method, **values}
     return values
@@ -304,7 +305,7 @@ def check_range(
     high: float | None = None,
 ) -> None:
     """Raises ConfigError unless low <= value <= high; NaN and infinity are in no range."""
-    # More digits than %g has by itself, so that 1048576 is not 1.04858e+06.
+    # Twelve digits, because the default of `g` would print 1048576 as 1.04858e+06.
     expected = f"at least {low:.12g}"
     # Comparisons with NaN are false, so it is outside of every range.
     is_inside = low <= value < math.inf
@@ -415,7 +416,7 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
             raise ConfigError(f"{name} is {value!r}, expected a section with settings")
         return build(cast(type[Any], hint), value, f"{name}.")
     if origin is tuple:
-        # One item needs no brackets.
+        # A single item may be written without brackets.
         items = value if isinstance(value, list | tuple) else [value]
         return tuple(_convert(inner[0], item, name) for item in items)
     is_mapping_hint = isinstance(origin, type) and issubclass(origin, Mapping)
@@ -463,7 +464,7 @@ def _convert_union(hint: Any, value: Any, name: str) -> Any:
             return None
         options.remove(type(None))
     if len(options) == 1:
-        # The message about one type says more than that about a union.
+        # A message about the one type is clearer than a message about the union.
         return _convert(options[0], value, name)
     for option in options:
         try:

@@ -129,9 +129,12 @@ def _write_queries(
 
 
 def _is_test(name: str) -> bool:
-    """A pseudo-random choice that depends on the name alone, so a new object moves no other one."""
+    """Whether an object belongs to the test split, by a hash of its name.
+
+    The choice depends on the name alone, so a new object does not change the split of another one.
+    """
     digest = hashlib.sha256(f"xmcray-sample:{name}".encode()).digest()
-    # Eight bytes are a number below 2^64: divided by that, a point between 0 and 1.
+    # Eight bytes are an integer below 2^64. Divided by 2^64, it is a number from 0 to 1.
     point = int.from_bytes(digest[:8], "big") / 2**64
     return point < TEST_SHARE
 
@@ -157,23 +160,23 @@ def collect() -> tuple[dict[str, Documented], dict[str, str]]:
         docstring = inspect.getdoc(item)
         if path in aliases or not docstring:
             continue
-        # Equal docstring and place of definition: one object that is reached on several paths. The
-        # first path, which is the preferred one, names it.
+        # If docstring and place of definition are equal, several paths lead to the same object. Paths are
+        # sorted by preference, so the first one becomes its name.
         identity = (docstring, _qualname(item) or path)
         name = name_of.setdefault(identity, path)
         aliases[path] = name
         if name == path:
             objects[name] = Documented.parse(name, docstring)
-    # A docstring may consist of sections alone.
+    # The description is empty if a docstring consists of sections alone.
     described = {name: item for name, item in objects.items() if item.description}
     return described, aliases
 
 
 def _preference(entry: tuple[str, object]) -> tuple[int, bool, int, str]:
-    """Fewest parts first, then the class that defines a method, then the shortest name."""
+    """Sort key of paths: fewest parts first, then the class that defines a method, then the shortest."""
     path, item = entry
     is_inherited = not path.endswith(f".{_qualname(item)}")
-    # Last the path itself, so that the order is always the same.
+    # The path itself comes last, so that the order is always the same.
     return path.count("."), is_inherited, len(path), path
 
 
@@ -286,7 +289,8 @@ def _resolve(
 ) -> list[str]:
     """Names of the objects that the See Also section means, sorted.
 
-    A name counts as written, or as seen from the object's class and modules, innermost first.
+    A name is tried as it is written, then relative to the object's class and modules, the innermost
+    first.
     """
     # Prefixes: none, then "numpy.linalg." and "numpy." for the object numpy.linalg.norm.
     prefixes = [""]
