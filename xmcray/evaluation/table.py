@@ -1,4 +1,7 @@
-"""Prints evaluations as tables. They read metrics.json alone, so stored results look the same."""
+"""Tables of evaluations for the terminal.
+
+The tables read only the content of metrics.json, so stored results look the same as new ones.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +29,20 @@ def metrics_table(runs: Mapping[str, StoredMetrics]) -> Table:
     """One row per metric, one column per run.
 
     Args:
-        runs: content of metrics.json by the run's name. The first run was measured, the others are
-            baselines. Intervals are printed for runs that have them.
+        runs: content of metrics.json by name of the run. The first run is the measured one, the others
+            are baselines. Intervals are printed for runs that have them.
     """
     table = _table("Metrics, in percent", "metric", *runs)
     for metric in metric_names(*runs.values()):
         cells = [_with_interval(run, metric) for run in runs.values()]
         table.add_row(Text(metric), *cells)
-    # Published results may use other constants, and then their PSP is another number.
+    # Published results may use other constants, and their PSP is then not comparable.
     constants = [_psp_constants(run) for run in runs.values()]
     table.add_row("A, B of PSP", *constants)
     # The first run that has a number of queries is the measured one.
     counting_runs = [run for run in runs.values() if "queries" in run]
     if counting_runs:
-        # Short lines: a caption wraps at the width of its table, which may be narrow.
+        # Lines are short, because a caption wraps at the width of its table, which may be narrow.
         counted = num_queries(counting_runs[0], "queries")
         table.caption = Text(f"{counted}\n[95 % bootstrap interval]")
     return table
@@ -52,7 +55,7 @@ def _psp_constants(run: StoredMetrics) -> str:
 
 
 def num_queries(run: StoredMetrics, what: str) -> str:
-    """How many queries counted and how many were left out, such as "90 queries, 2 left out"."""
+    """The number of queries that count and that are left out, such as "90 queries, 2 left out"."""
     counted = f"{run['queries']:,} {what}"
     if run.get("left_out"):
         counted += f", {run['left_out']:,} left out"
@@ -60,7 +63,7 @@ def num_queries(run: StoredMetrics, what: str) -> str:
 
 
 def propensity_note(run: StoredMetrics) -> str:
-    """The propensity constants, without which a PSP says nothing."""
+    """The propensity constants. A PSP can only be interpreted together with them."""
     if "A" not in run or "B" not in run:
         return "PSP constants not recorded"
     return f"PSP with A = {run['A']:g}, B = {run['B']:g}"
@@ -129,10 +132,13 @@ def slice_table(run: StoredMetrics) -> Table:
     table = _table("Slices of the queries, in percent", "attribute", "value", "queries", *metrics)
     for row in run["slices"]:
         value = "-" if row["value"] is None else str(row["value"])
-        num_queries = f"{row['queries']:,}"
         cells = [_with_interval(row, metric) for metric in metrics]
-        attribute = Text(row["attribute"])
-        table.add_row(attribute, Text(value), num_queries, *cells)
+        table.add_row(
+            Text(row["attribute"]),
+            Text(value),
+            f"{row['queries']:,}",
+            *cells,
+        )
     return table
 
 
@@ -180,8 +186,8 @@ def parts_table(
     """The parts of a fused bundle, and what the answers lose without each of them.
 
     Args:
-        tests: name, weight, metrics without the part and p-value of each part. A part with weight
-            0 was left out.
+        tests: of each part, its name, weight, metrics without it, and p-value. A part with weight 0 was
+            left out.
         fused: metrics of the fused answers.
         alone: metrics of each part alone, by its name.
         num_queries: number of held-out queries on which all metrics were measured.
@@ -218,7 +224,7 @@ def answer_table(query: str, answers: Sequence[tuple[float, str, str]]) -> Table
     )
     table.add_column(justify="right")
     for score, uid, text in answers:
-        # In many corpora the uid of a label is its text, which then is printed once.
+        # In many corpora the uid of a label is its text. It is then printed only once.
         shown = "" if text == uid else printable(text)
         text_cell = Text(shown, overflow="ellipsis", no_wrap=True)
         table.add_row(f"{score:.2f}", Text(printable(uid)), text_cell)
@@ -240,7 +246,7 @@ def _table(title: str, first: str, *others: str) -> Table:
 
 
 def metric_names(*runs: StoredMetrics) -> list[str]:
-    """The metrics that some run has: main, graded, coverage, and macro-F1 of each segment."""
+    """The metrics that at least one run has: main, graded, coverage, and macro-F1 of each segment."""
     stored_names = set().union(*runs)
     graded = [f"graded nDCG@{k}" for k in CUTOFFS]
     query_metrics = [name for name in (*MAIN_METRICS, *graded) if name in stored_names]

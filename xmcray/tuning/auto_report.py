@@ -1,4 +1,4 @@
-"""The page of `xmcray auto`: what won and by how much, what was tried, what more time would try."""
+"""The report of `xmcray auto`: what won and by how much, what was tried, and what was left out."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _trials_table(result: Result) -> _Table:
     for trial in sorted(result["trials"], key=_score, reverse=True):
         epochs_done = 0
         if trial["curve"]:
-            # Pairs of epochs and score.
+            # A curve is a list of pairs: epochs done, and score.
             epochs_done, _ = trial["curve"][-1]
         cells = [
             trial["name"],
@@ -175,11 +175,8 @@ def _state(trial: Mapping[str, Any]) -> str:
 
 
 def _more_time_table(result: Result) -> _Table:
-    rows = [
-        _candidate_cells(trial, "was not done in time")
-        for trial in result["trials"]
-        if trial["state"] == "unfinished"
-    ]
+    unfinished = [trial for trial in result["trials"] if trial["state"] == "unfinished"]
+    rows = [_candidate_cells(trial, "was not done in time") for trial in unfinished]
     for candidate in result["left_out"]:
         reason = candidate["reason"]
         rows.append(_candidate_cells(candidate, reason))

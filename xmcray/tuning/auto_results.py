@@ -33,7 +33,7 @@ def write_results(study: Study, budget: Budget, skipped: Sequence[Skipped]) -> d
     Args:
         study: the folder.
         budget: how the time is divided.
-        skipped: candidates that were not begun.
+        skipped: candidates that were not started.
     """
     fused = study.fused()
     assert fused is not None, "a bundle was written"
@@ -45,7 +45,11 @@ def write_results(study: Study, budget: Budget, skipped: Sequence[Skipped]) -> d
     test = _earlier_test(study, bundle)
     if test is None and study.corpus.card.num_test:
         test = _test(study, fused)
-    left_out = [{**_plain_candidate(each.candidate), "reason": each.reason} for each in skipped]
+    left_out = []
+    for skip in skipped:
+        row = _plain_candidate(skip.candidate)
+        row["reason"] = skip.reason
+        left_out.append(row)
     study.clock.tick()
     result = {
         "budget_s": budget.seconds,
@@ -64,7 +68,7 @@ def write_results(study: Study, budget: Budget, skipped: Sequence[Skipped]) -> d
 
 
 def _earlier_test(study: Study, bundle: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The test results that an earlier call wrote for the same bundle; None without any."""
+    """The test results that an earlier call wrote for the same bundle; None if there are none."""
     file = study.path / "results.json"
     if not file.is_file():
         return None
@@ -132,7 +136,7 @@ def _comparison_rows(bundle: Evaluation, name: str, other: Evaluation) -> list[d
 
 
 def _test_rows(corpus: Corpus) -> Int64Array:
-    """Rows of the test split that are measured: all, or an evenly spread sample of them."""
+    """Rows of the test split that are measured: all of them, or an evenly spaced sample."""
     num_test = corpus.card.num_test
     count = min(num_test, MOST_TEST_QUERIES)
     # Not drawn at random, so that every call measures the same rows.
@@ -144,7 +148,7 @@ def evaluate_rows(search: Search, corpus: Corpus, rows: Int64Array) -> Evaluatio
     """Evaluates a search on some rows of the test split."""
     card = corpus.card
     split = corpus.split("test")
-    # `evaluate` counts queries from 0, so its numbers are places in `rows`.
+    # `evaluate` numbers queries from 0, so its numbers are places in `rows`.
     return evaluate(
         lambda places: search(rows[places]),
         lambda places: corpus.answerable(split.positives(rows[places])),
