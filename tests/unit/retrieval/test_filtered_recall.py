@@ -57,7 +57,8 @@ def recall_of_view(factory: str, removes: bool) -> float:
 
 @pytest.mark.parametrize("batch_queries", [1, 10**9])
 @pytest.mark.parametrize("removes", [False, True])
-@pytest.mark.parametrize("factory", ["IVF64,PQ8x4fs", "IVF64,Flat", "OPQ8,IVF64,PQ8x4fs"])
+# The last one rotates rows before they are put into lists, as OPQ does, which takes long to train.
+@pytest.mark.parametrize("factory", ["IVF64,PQ8x4fs", "IVF64,Flat", "RR16,IVF64,PQ8x4fs"])
 def test_few_labels_that_can_be_answered_are_found(
     factory: str, removes: bool, batch_queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
