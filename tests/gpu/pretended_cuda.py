@@ -14,7 +14,7 @@ Needs the library of stand_in.cpp, preloaded.
 
 from __future__ import annotations
 
-import traceback
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
 
 _CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
@@ -234,7 +233,7 @@ def install() -> None:
 
 def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     namespace, name = func._schema.name.split("::")
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = _tensors((args, kwargs))
     pretended = [tensor for tensor in tensors if isinstance(tensor, PretendedTensor)]
     if name == "is_pinned":
         return hasattr(args[0], "pretended_pinned")
@@ -250,15 +249,15 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if pretended or goes_to_device:
         _refuse_mixed(name, tensors, args)
         _count(name, args, kwargs, goes_to_device)
-    host_kwargs = dict(tree_map(_unwrapped, kwargs))
+    host_kwargs = _map_tensors(_unwrapped, dict(kwargs))
     if host_kwargs.get("device") is not None:
         host_kwargs["device"] = _CPU
     if "pin_memory" in host_kwargs:
         host_kwargs["pin_memory"] = False
-    result = func(*tree_map(_unwrapped, args), **host_kwargs)
+    result = func(*_map_tensors(_unwrapped, tuple(args)), **host_kwargs)
     if not goes_to_device or name == "_local_scalar_dense":
         return result
-    wrapped = tree_map(_wrapped, result)
+    wrapped = _map_tensors(_wrapped, result)
     # What comes from the host is a copy, whatever an operation says of views.
     if namespace != "aten" or not pretended:
         return wrapped
@@ -268,14 +267,38 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return return_and_correct_aliasing(func, tuple(args), dict(kwargs), wrapped)
 
 
-def _unwrapped(value: Any) -> Any:
-    return value.inner if isinstance(value, PretendedTensor) else value
+# torch's own functions for nested values take longer than the operations of these small trainings.
+def _tensors(values: Any) -> list[Tensor]:
+    """The tensors among nested arguments."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, Mapping):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    found = []
+    for value in values:
+        found += _tensors(value)
+    return found
 
 
-def _wrapped(value: Any) -> Any:
-    if isinstance(value, Tensor) and not isinstance(value, PretendedTensor):
-        return PretendedTensor(value)
-    return value
+def _map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """Nested arguments or results with `function` of each tensor in its place."""
+    if isinstance(values, Tensor):
+        return function(values)
+    if type(values) in (list, tuple):
+        return type(values)(_map_tensors(function, value) for value in values)
+    if type(values) is dict:
+        return {name: _map_tensors(function, value) for name, value in values.items()}
+    return values
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    return tensor.inner if isinstance(tensor, PretendedTensor) else tensor
+
+
+def _wrapped(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, PretendedTensor) else PretendedTensor(tensor)
 
 
 def _refuse_mixed(name: str, tensors: list[Tensor], args: Sequence[Any]) -> None:
@@ -338,8 +361,11 @@ def _count_copy(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], to_de
 
 def _line() -> str:
     """The innermost line of the package on the stack."""
-    for frame in reversed(traceback.extract_stack(limit=50)):
-        _, is_inside, path = frame.filename.rpartition("/xmcray/")
-        if is_inside and "/tests/" not in frame.filename:
-            return f"{path}:{frame.lineno}"
+    frame = inspect.currentframe()
+    # `traceback` would read the text of every line and ask for the date of every file.
+    while frame is not None:
+        _, is_inside, path = frame.f_code.co_filename.rpartition("/xmcray/")
+        if is_inside and "/tests/" not in frame.f_code.co_filename:
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back
     return "elsewhere"
