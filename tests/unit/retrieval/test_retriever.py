@@ -1,6 +1,4 @@
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -269,11 +267,3 @@ def test_unknown_predictor(parts, tmp_path):
 
     with pytest.raises(BundleError, match="predictor 'later'"):
         Retriever.load(path)
-
-
-def test_import_needs_no_ray():
-    hide_ray = "import sys; sys.modules['ray'] = None"
-    program = f"{hide_ray}; import xmcray.retrieval.retriever; print('ok')"
-    command = [sys.executable, "-c", program]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert process.stdout == "ok\n", process.stderr
