@@ -304,18 +304,24 @@ def read_lists(lists: Any) -> tuple[Float32Array, Int64Array, Int64Array]:
     Returns:
         Centroids float32 [C, D]; ids of the rows list after list, int64; and the list of each.
     """
+    ids, sizes = _list_ids(lists)
+    list_ids = np.repeat(np.arange(lists.nlist), sizes)
+    return lists.quantizer.reconstruct_n(0, lists.nlist), ids, list_ids
+
+
+def _list_ids(lists: Any) -> tuple[Int64Array, Int64Array]:
+    """Ids of the rows list after list, and the number of rows of each list, int64."""
     faiss = import_faiss()
-    ids = [np.empty(0, np.int64)]
+    inverted = lists.invlists
+    parts = [np.empty(0, np.int64)]
     sizes = np.zeros(lists.nlist, np.int64)
     for number in range(lists.nlist):
-        size = int(lists.invlists.list_size(number))
+        size = int(inverted.list_size(number))
         if size:
-            pointer = lists.invlists.get_ids(number)
-            # The memory belongs to FAISS, so it is copied.
-            ids.append(faiss.rev_swig_ptr(pointer, size).copy())
-        sizes[number] = size
-    list_ids = np.repeat(np.arange(lists.nlist), sizes)
-    return lists.quantizer.reconstruct_n(0, lists.nlist), np.concatenate(ids), list_ids
+            parts.append(faiss.rev_swig_ptr(inverted.get_ids(number), size))
+            sizes[number] = size
+    # The parts are memory of FAISS, which this copies.
+    return np.concatenate(parts), sizes
 
 
 def to_gpu(faiss_index: Any, gpu: int) -> Any:
@@ -449,13 +455,10 @@ def check_ids(faiss_index: Any, rows: int, path: Path) -> None:
     lists = lists_of(faiss_index)
     if lists is None or not hasattr(lists, "invlists"):
         return
-    faiss = import_faiss()
-    for number in range(lists.nlist):
-        size = int(lists.invlists.list_size(number))
-        if size:
-            ids = faiss.rev_swig_ptr(lists.invlists.get_ids(number), size)
-            if not are_ids(ids, rows):
-                raise BundleError(f"{path} names rows outside 0 to {rows - 1}; export it again")
+    # All at once: a check of each list would take longer than reading the index.
+    ids, _ = _list_ids(lists)
+    if not are_ids(ids, rows):
+        raise BundleError(f"{path} names rows outside 0 to {rows - 1}; export it again")
 
 
 def _training_rows(faiss_index: Any, rows: Float32Array, seed: int) -> Float32Array:
