@@ -256,15 +256,15 @@ def answer_chunk(
     if min_probability is not None:
         top = top.at_least(min_probability)
     is_answer = top.ids >= 0
-    label_ids = pa.array(top.ids[is_answer])
-    label_uids = retriever.labels.table["uid"].take(label_ids).combine_chunks()
+    label_ids = top.ids[is_answer]
+    label_uids = retriever.labels.names_of(label_ids)["uid"].combine_chunks()
     # Where the answers of each query begin in the flat arrays of all answers.
     offsets = pa.array(offsets_of(is_answer.sum(axis=1)), pa.int32())
     columns: dict[str, Any] = {}
     columns["uid"] = pa.array(chunk.uids, pa.large_string())
     if texts:
         columns["text"] = pa.array(chunk.texts, pa.large_string())
-    columns["label_id"] = pa.ListArray.from_arrays(offsets, label_ids)
+    columns["label_id"] = pa.ListArray.from_arrays(offsets, pa.array(label_ids))
     columns["label_uid"] = pa.ListArray.from_arrays(offsets, label_uids)
     scores = pa.array(top.scores[is_answer])
     columns["score"] = pa.ListArray.from_arrays(offsets, scores)

@@ -58,7 +58,7 @@ from xmcray.storage.artifact import new_artifact
 from xmcray.storage.manifest import CARD, FileEntry, read_manifest
 from xmcray.storage.remote import is_url
 from xmcray.storage.whole_files import read_json, write_text
-from xmcray.types import Int64Array
+from xmcray.types import Int64Array, spans
 
 KIND = "bundle"
 LABELS: Mapping[str, Any] = {"kind": "labels"}
@@ -211,15 +211,16 @@ def read_labels(folder: Path, settings: Settings) -> tuple[pa.Table, Int64Array,
 
 
 def read_row_labels(folder: Path, settings: Settings) -> Int64Array:
-    """Reads int64 [rows], the source id of each row, or -1.
+    """int64 [rows], the source id of each row, or -1; mapped, so that processes share it.
 
     Raises:
         BundleError: the file is malformed or of another number of labels.
     """
     with readable(f"{folder}: labels cannot be read"):
-        row_labels = read_array(folder / "label_order.npy", np.int64)
-        used = row_labels[row_labels >= 0]
-        has_each = names_each_once(used, settings.num_labels)
+        mapped = read_array(folder / "label_order.npy", np.int64, mapped=True)
+        # A plain array over the same memory: each slice of NumPy's own type for maps costs more.
+        row_labels: Int64Array = mapped.view(np.ndarray)
+        has_each = names_each_once(row_labels, settings.num_labels)
     if row_labels.shape != (settings.num_rows,) or not has_each:
         raise BundleError(
             f"{folder}: label_order.npy does not hold {settings.num_labels} labels; export again"
@@ -227,14 +228,25 @@ def read_row_labels(folder: Path, settings: Settings) -> Int64Array:
     return row_labels
 
 
-def names_each_once(label_ids: Int64Array, num_labels: int) -> bool:
-    """Whether the ids are a permutation of 0 .. num_labels - 1; takes no sort of 10^8 ids."""
-    in_range = len(label_ids) == num_labels and label_ids.min(initial=0) >= 0
-    if not in_range or label_ids.max(initial=-1) >= num_labels:
+def names_each_once(row_labels: Int64Array, num_labels: int) -> bool:
+    """Whether each of 0 .. num_labels - 1 is there once; takes no sort of 10^8 ids, and no copy.
+
+    Args:
+        row_labels: int64 [rows]; negative ones do not count.
+        num_labels: L.
+    """
+    if len(row_labels) < num_labels:
         return False
     is_named = np.zeros(num_labels, bool)
-    is_named[label_ids] = True
-    return bool(is_named.all())
+    num_used = 0
+    for span in spans(len(row_labels), LABEL_BLOCK):
+        block = row_labels[span]
+        label_ids = block[block >= 0]
+        if label_ids.max(initial=-1) >= num_labels:
+            return False
+        is_named[label_ids] = True
+        num_used += len(label_ids)
+    return num_used == num_labels and bool(is_named.all())
 
 
 def read_attributes(folder: Path, settings: Settings) -> LabelAttributes:

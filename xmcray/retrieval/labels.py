@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -160,8 +160,7 @@ def add_labels(bundle: str | Path, new: Sequence[NewLabel], out: str | Path | No
     """
     with open_for_change(bundle, out) as source:
         retriever = source.retriever
-        new_uids = {label.uid for label in new}
-        taken = new_uids & retriever.labels.ids_by_uid().keys()
+        taken = retriever.labels.ids_of(label.uid for label in new)
         if taken:
             raise DataError(
                 f"label {min(taken)!r} is in {bundle} already; remove it first, or choose another uid"
@@ -206,23 +205,25 @@ def remove_labels(bundle: str | Path, uids: Sequence[str], out: str | Path | Non
         DataError: a uid is unknown, or no label would be left.
     """
     with open_for_change(bundle, out) as source:
-        ids = _known_ids(source.retriever, uids, bundle)
-        removed = np.array([ids[uid] for uid in set(uids)], np.int64)
-        if len(removed) == len(ids):
+        retriever = source.retriever
+        ids = _known_ids(retriever, uids, bundle)
+        removed = np.array(list(ids.values()), np.int64)
+        num_labels = retriever.num_labels
+        if len(removed) == num_labels:
             raise DataError(
-                f"these are all {len(ids):,} labels of {bundle}, expected some to be left"
+                f"these are all {num_labels:,} labels of {bundle}, expected some to be left"
             )
-        source.publish({"removed": len(removed)}, source.retriever.without(removed))
-        return len(ids) - len(removed)
+        source.publish({"removed": len(removed)}, retriever.without(removed))
+        return num_labels - len(removed)
 
 
-def _known_ids(retriever: Retriever, uids: Iterable[str], bundle: str | Path) -> dict[str, int]:
-    """Source ids by uid, of all labels.
+def _known_ids(retriever: Retriever, uids: Collection[str], bundle: str | Path) -> dict[str, int]:
+    """Source ids by uid.
 
     Raises:
         DataError: one of `uids` is no label.
     """
-    ids = retriever.labels.ids_by_uid()
+    ids = retriever.labels.ids_of(uids)
     for uid in uids:
         if uid not in ids:
             raise DataError(

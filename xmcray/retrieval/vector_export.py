@@ -66,6 +66,8 @@ def export_vectors(bundle: str | Path, out: str | Path, system: str) -> int:
         "distance": "inner product",
     }
     labels, row_labels, removed = read_labels(folder, settings)
+    # Each `take` would join the blocks of the table anew.
+    labels = labels.combine_chunks()
     answers = np.where(np.isin(row_labels, removed), -1, row_labels)
     num_labels = settings.num_labels - len(removed)
     attributes = None
