@@ -51,7 +51,9 @@ def sample_bundle(folder: Path) -> list[str]:
     return test.texts(np.arange(num_queries))
 
 
-def synthetic_bundle(path: Path, num_labels: int, dim: int = 256) -> list[str]:
+def synthetic_bundle(
+    path: Path, num_labels: int, dim: int = 256, recall: float = 0.95
+) -> list[str]:
     """A bundle of labels with random words, found by the vectors of their texts; returns queries.
 
     A label has the four words of one of num_labels / 100 topics, and two words of its own. A query is a label's text with
@@ -102,7 +104,7 @@ def synthetic_bundle(path: Path, num_labels: int, dim: int = 256) -> list[str]:
         vectors=blocks,
     )
     build = ShardBuild(
-        spec=IndexSpec(),
+        spec=IndexSpec(recall=recall),
         queries=vectors(queries[QUERIES:]),
         threads=os.cpu_count() or 1,
     )
