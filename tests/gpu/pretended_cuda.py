@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
+from xmcray.planning.nested_tensors import map_tensors, tensors_in
+
 _CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 
@@ -233,7 +235,7 @@ def install() -> None:
 
 def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     namespace, name = func._schema.name.split("::")
-    tensors = _tensors((args, kwargs))
+    tensors = tensors_in((args, kwargs))
     pretended = [tensor for tensor in tensors if isinstance(tensor, PretendedTensor)]
     if name == "is_pinned":
         return hasattr(args[0], "pretended_pinned")
@@ -249,15 +251,15 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if pretended or goes_to_device:
         _refuse_mixed(name, tensors, args)
         _count(name, args, kwargs, goes_to_device)
-    host_kwargs = _map_tensors(_unwrapped, dict(kwargs))
+    host_kwargs = map_tensors(_unwrapped, dict(kwargs))
     if host_kwargs.get("device") is not None:
         host_kwargs["device"] = _CPU
     if "pin_memory" in host_kwargs:
         host_kwargs["pin_memory"] = False
-    result = func(*_map_tensors(_unwrapped, tuple(args)), **host_kwargs)
+    result = func(*map_tensors(_unwrapped, tuple(args)), **host_kwargs)
     if not goes_to_device or name == "_local_scalar_dense":
         return result
-    wrapped = _map_tensors(_wrapped, result)
+    wrapped = map_tensors(_wrapped, result)
     # What comes from the host is a copy, whatever an operation says of views.
     if namespace != "aten" or not pretended:
         return wrapped
@@ -265,32 +267,6 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if func._schema.is_mutable and name.endswith("_") and isinstance(result, Tensor):
         return args[0]
     return return_and_correct_aliasing(func, tuple(args), dict(kwargs), wrapped)
-
-
-# torch's own functions for nested values take longer than the operations of these small trainings.
-def _tensors(values: Any) -> list[Tensor]:
-    """The tensors among nested arguments."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, Mapping):
-        values = values.values()
-    elif not isinstance(values, (list, tuple)):
-        return []
-    found = []
-    for value in values:
-        found += _tensors(value)
-    return found
-
-
-def _map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """Nested arguments or results with `function` of each tensor in its place."""
-    if isinstance(values, Tensor):
-        return function(values)
-    if type(values) in (list, tuple):
-        return type(values)(_map_tensors(function, value) for value in values)
-    if type(values) is dict:
-        return {name: _map_tensors(function, value) for name, value in values.items()}
-    return values
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ from xmcray.types import BoolArray, Float32Array, Float64Array, Int64Array, Ragg
 SEARCH_K = 100  # answers per query (R@100), clipped to the number of labels
 _INTERVAL = [0.025, 0.975]  # quantiles that leave 5 % out
 _FLIP_VALUES = 1 << 22  # random signs drawn at once
-# More queries are resampled in this many groups: 1000 resamples of 10^6 queries would take 44 s.
+# More queries are resampled in this many groups: 1000 resamples of 10^6 queries would take most of a
+# minute.
 # The groups' own chance changes the width of an interval by 1 / sqrt(2 * 2^15) = 0.4 %; that of
 # 1000 resamples changes an end by about 4 %.
 _MAX_RESAMPLED = 1 << 15

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import tracemalloc
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from xmcray.planning.nested_tensors import map_tensors, tensors_in
 
 # Which rate an operation is divided by. All others are passes over their operands.
 ROW_READS = {"index_select", "index", "embedding", "_embedding_bag", "gather"}
@@ -75,7 +76,7 @@ class _Call:
     @property
     def operands(self) -> list[Tensor]:
         """The tensors among the arguments."""
-        return _tensors((self.args, self.kwargs))
+        return tensors_in((self.args, self.kwargs))
 
     @property
     def device(self) -> torch.device | None:
@@ -152,14 +153,14 @@ class Counter(TorchDispatchMode):
             call.kwargs["device"] = torch.device("cpu")
         result = _compute(call)
         self._count(call, result)
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self._track(tensor)
         return result
 
     def _run_sparse(self, call: _Call) -> Any:
         """Sparse gradients: one row of values for each index."""
         if "coo" in call.name:
-            indices, values = _tensors(call.args)
+            indices, values = tensors_in(call.args)
             # The one argument that is no tensor.
             (shape,) = (arg for arg in call.args if isinstance(arg, (list, torch.Size)))
             self._sparse[torch.Size(shape)] = indices, values
@@ -190,7 +191,7 @@ class Counter(TorchDispatchMode):
         """Records an operation under the rate that bounds it."""
         name = call.name
         operands = call.operands
-        results = _tensors(result)
+        results = tensors_in(result)
         if "empty" in name or not (operands or results):
             return
         storages = {_storage(tensor) for tensor in operands}
@@ -298,40 +299,14 @@ def _compute(call: _Call) -> Any:
     if is_mutable and not operands[0].is_meta and "out" not in call.kwargs:
         return call.args[0]  # a tensor of the host takes in values that do not exist
     result = _on_meta(call).run()
-    return _map_tensors(_integers_with_values, result)
+    return map_tensors(_integers_with_values, result)
 
 
 def _on_meta(call: _Call) -> _Call:
     """The same call with tensors that have only sizes."""
-    args = _map_tensors(_to_meta, call.args)
-    kwargs = _map_tensors(_to_meta, call.kwargs)
+    args = map_tensors(_to_meta, call.args)
+    kwargs = map_tensors(_to_meta, call.kwargs)
     return _Call(call.func, args, kwargs)
-
-
-# torch's own functions for nested values are several times slower, and a step has 50,000 calls.
-def _tensors(values: Any) -> list[Tensor]:
-    """The tensors among nested arguments or results."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (list, tuple)):
-        return []
-    found = []
-    for value in values:
-        found += _tensors(value)
-    return found
-
-
-def _map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """Nested arguments or results with `function` of each tensor in its place."""
-    if isinstance(values, Tensor):
-        return function(values)
-    if type(values) in (list, tuple):
-        return type(values)(_map_tensors(function, value) for value in values)
-    if type(values) is dict:
-        return {name: _map_tensors(function, value) for name, value in values.items()}
-    return values
 
 
 def _is_meta(device: torch.device | None) -> bool:
