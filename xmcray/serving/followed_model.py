@@ -18,12 +18,12 @@ MAX_PASSED_COMMITS = 256  # of one update; a replica that gets more is catching 
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Operations that are being applied to a version that is behind.
+    """Operations that are being applied in the background to a version that is behind.
 
     Attributes:
-        snapshot: the one without them.
+        snapshot: the version without the operations.
         commits: the operations.
-        changed: the one with them.
+        changed: the version with the operations.
     """
 
     snapshot: Snapshot
@@ -36,19 +36,19 @@ class FollowedModel:
 
     Attributes:
         epoch: of the last decision that was carried out; "" if a version was dropped since.
-        answering: version that answers requests that begin now; "" before the first one is loaded,
-            and while it is loaded again.
+        answering: the version that answers new requests; "" before the first version is loaded, and
+            while it is loaded again.
         stale: the snapshot that answers while its version is loaded again.
         newest: the newest snapshot of each version.
-        older: earlier snapshots by version and place in the label log, and the time at which each
-            was replaced.
-        passed: by version and place of an earlier snapshot, the commits that were applied to it at
-            once. Requests may have begun between them elsewhere.
+        older: by version and place in the label log, the time at which an earlier snapshot was
+            replaced, and that snapshot.
+        passed: by version and place of an earlier snapshot, the commits that replaced it, if several
+            were applied at once. On other replicas, requests may have begun between these commits.
         dropped: versions that are no longer needed, and since when.
-        loading_epoch: of the last decision whose other bundle was to be loaded.
+        loading_epoch: of the last decision for which a bundle was loaded alongside.
         failure: why that bundle cannot be loaded; see `ReplicaState`.
-        loads: by bundle, what makes its snapshot; until that is taken.
-        catching_up: versions that get the operations that the one that answers has already.
+        loads: by bundle, its load, until the snapshot is in `newest`.
+        catching_up: by version, the operations that are applied to it in the background.
     """
 
     def __init__(self) -> None:
@@ -64,15 +64,20 @@ class FollowedModel:
         self.loads: dict[ServedBundle, asyncio.Future[Snapshot]] = {}
         self.catching_up: dict[str, CatchUp] = {}
 
+    @property
+    def current(self) -> Snapshot | None:
+        """The snapshot that answers new requests; None before the first version is loaded."""
+        return self.newest.get(self.answering, self.stale)
+
     def state(self) -> ReplicaState:
         """The state that is sent to the coordinator."""
         places = {}
         for version, snapshot in self.newest.items():
-            # One that is catching up has no place until its operations are applied. Otherwise they
-            # would be sent again.
+            # The place of a version that is catching up is left out. Otherwise the coordinator would
+            # send its operations again.
             if version not in self.catching_up:
                 places[version] = snapshot.place
-        # Nor is the decision carried out until then.
+        # The decision is not carried out until all versions have caught up.
         epoch = "" if self.is_behind() else self.epoch
         return ReplicaState(epoch, self.answering, places, self.failure)
 
@@ -84,9 +89,9 @@ class FollowedModel:
         """Sets the newest snapshot of a version.
 
         Args:
-            old: the one before.
-            new: the new one.
-            commits: what made it of the old one.
+            old: the snapshot before.
+            new: the new snapshot.
+            commits: from the old snapshot to the new one.
         """
         self.keep(old)
         self.newest[new.version] = new
@@ -94,7 +99,7 @@ class FollowedModel:
             self.passed[old.version, old.place] = commits
 
     def before(self, version: str, place: LogPlace) -> tuple[Snapshot, Sequence[Commit]] | None:
-        """An earlier snapshot and the commits that lead to a place; None if there are none."""
+        """An earlier snapshot, and the commits from it to a place; None if no update passed the place."""
         for (passed_version, start), commits in self.passed.items():
             places = [commit.place for commit in commits]
             if passed_version == version and place in places:
@@ -103,12 +108,12 @@ class FollowedModel:
         return None
 
     def drop_stale(self, version: str) -> None:
-        """Drops a version that has other operations than the label log.
+        """Drops a version whose operations are not those of the label log.
 
-        Its snapshot goes on answering until a version has the operations that there are.
+        Its snapshot goes on answering until a version with the operations of the log is loaded.
         """
         snapshot = self._drop(version)
-        # The decision is no longer carried out: the coordinator repeats it until it is again.
+        # The decision is no longer carried out. The coordinator repeats it until it is.
         self.epoch = ""
         self.keep(snapshot)
         if version == self.answering:
@@ -117,33 +122,34 @@ class FollowedModel:
 
     def keep(self, old: Snapshot) -> None:
         """Keeps a snapshot for the requests that began with it."""
-        # Few requests still come to it.
+        # Few requests will still use this snapshot, so its cached views are not worth their memory.
         old.drop_views()
         self.older[old.version, old.place] = (time.monotonic(), old)
         while len(self.older) > MAX_OLD_SNAPSHOTS:
-            # Dictionaries keep the order of insertion: the first one is the oldest.
-            self._forget_older(next(iter(self.older)))
+            # A dictionary keeps the order of insertion, so its first key is the oldest one.
+            oldest = next(iter(self.older))
+            self._forget_older(oldest)
 
     def drop_loads(self, needed: Sequence[ServedBundle]) -> None:
-        """Forgets the loads of other bundles; one that has begun ends unused."""
+        """Cancels the loads of other bundles. A load that has begun runs on, and its result is unused."""
         for bundle in list(self.loads):
             if bundle not in needed or bundle.version in self.newest:
                 self.loads.pop(bundle).cancel()
 
     def forget(self, keep_s: float) -> int:
-        """Drops versions and snapshots that have not been needed for so long.
+        """Drops versions and snapshots that have not been needed for `keep_s` seconds.
 
         Returns:
-            The number of versions.
+            The number of versions that were dropped.
         """
         limit = time.monotonic() - keep_s
         num_versions = len(self.newest)
-        # Copies of the items, because the dictionaries shrink meanwhile.
+        # The loops go over copies, because the dictionaries shrink meanwhile.
         for version, since in list(self.dropped.items()):
             if since < limit:
                 self._drop(version)
         for (version, place), (since, snapshot) in list(self.older.items()):
-            # Requests still begin with it elsewhere, as they do here.
+            # This snapshot still answers new requests, here and on other replicas.
             if snapshot is self.stale:
                 continue
             if since <= limit or version not in self.newest:
@@ -152,13 +158,15 @@ class FollowedModel:
 
     def folders(self) -> set[Path]:
         """Folders of the bundles that may answer."""
-        snapshots = [*self.newest.values(), *(snapshot for _, snapshot in self.older.values())]
+        folders = {snapshot.folder for snapshot in self.newest.values()}
+        for _, snapshot in self.older.values():
+            folders.add(snapshot.folder)
         if self.stale is not None:
-            snapshots.append(self.stale)
-        return {snapshot.folder for snapshot in snapshots}
+            folders.add(self.stale.folder)
+        return folders
 
     def _drop(self, version: str) -> Snapshot:
-        """Drops a version, and does not go on with its operations; returns its snapshot."""
+        """Drops a version, cancels its catch-up, and returns its snapshot."""
         self.dropped.pop(version, None)
         catch_up = self.catching_up.pop(version, None)
         if catch_up is not None:
