@@ -6,9 +6,9 @@
     huggingface  train/, test/ and labels/, each with the Arrow files and the state.json of `save_to_disk`
 
 The columns are those of plain JSON lines: uid, text or title and content, labels, relevance. A file
-may hold strings, integers, floats and lists of those, nothing else. An extension type runs code
-that some library registered for it while the schema is being read (CVE-2026-41486), so the raw
-bytes of the schema are searched before Arrow reads them.
+may only hold strings, integers, floats and lists of those. While Arrow reads a schema with an
+extension type, it runs code that some library registered for the type (CVE-2026-41486). So the raw
+bytes of the schema are searched for extension types before Arrow reads them.
 """
 
 from __future__ import annotations
@@ -42,18 +42,19 @@ _BYTES_OF = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
 _FIELDS = Fields()
 _TEXT_COLUMNS = (_FIELDS.text, *_FIELDS.parts)
 _COLUMNS = (_FIELDS.uid, *_TEXT_COLUMNS, _FIELDS.labels, _FIELDS.relevance)
-# The number of a file and of all files, as the library datasets names them; perhaps with a hash.
+# The end of a file name of the library datasets: number of the file, number of files, perhaps a hash.
 _PART = re.compile(r"-[0-9]+-of-(?P<all>[0-9]+)(-[0-9a-f]+)?\.parquet$")
 
 
 def _base64_fragments(key: bytes) -> list[bytes]:
-    """What stands in a base64 text for `key`, at each of its three alignments.
+    """The three texts of which a base64 text contains one if its content contains `key`.
 
-    Parquet stores Arrow's schema as base64, which encodes three bytes as four characters. The first
-    and last characters of a fragment also depend on the neighbouring bytes and are cut off.
+    Parquet stores Arrow's schema as base64, which encodes three bytes as four characters. So the text of
+    the key depends on where it begins within three bytes. The first and last characters also depend on
+    the neighbouring bytes and are cut off.
     """
     fragments = []
-    # Of the first characters, so many depend on 0, 1 or 2 bytes before the key.
+    # How many of the first characters depend on the 0, 1 or 2 bytes before the key.
     num_cut_by_shift = (0, 2, 3)
     for shift, num_cut in enumerate(num_cut_by_shift):
         zeros = bytes(shift)
@@ -121,7 +122,7 @@ def _arrow_errors(path: Path) -> Iterator[None]:
 def _open_parquet(path: Path) -> Iterator[Any]:
     """A ParquetFile whose schema is allowed."""
     with _arrow_errors(path):
-        # First the raw bytes: opening the file lets Arrow read the schema.
+        # The raw bytes are searched first, because Arrow reads the schema when it opens the file.
         _refuse_extensions(path, _parquet_footer(path))
         with pq.ParquetFile(path) as file:
             _check_schema(path, file.schema_arrow)
@@ -131,12 +132,12 @@ def _open_parquet(path: Path) -> Iterator[Any]:
 def _parquet_batches(path: Path, more: tuple[str, ...]) -> Iterator[Any]:
     with _open_parquet(path) as file:
         names = _known_columns(file.schema_arrow, more)
-        # One thread: the tasks of the pipeline are the parallelism.
+        # One thread is enough, because the tasks of the pipeline run in parallel.
         yield from file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=names, use_threads=False)
 
 
 def _known_columns(schema: Any, more: tuple[str, ...] = ()) -> list[str]:
-    """Columns to read, each once: a schema may repeat a name."""
+    """The columns to read. A schema may repeat a name, and each name is read once."""
     known_names = {*_COLUMNS, *more}
     distinct_names = dict.fromkeys(schema.names)
     return [name for name in distinct_names if name in known_names]
@@ -159,9 +160,9 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
 
 
 def _check_offsets(batch: Any) -> None:
-    """Refuses offsets that point outside.
+    """Raises an error if an offset points outside of its column.
 
-    Strings are checked as bytes, because text that is not UTF-8 is a mistake of its row alone.
+    Strings are checked as bytes: a text that is not UTF-8 makes only its own row bad.
     """
     for column in batch.columns:
         if column.type in _BYTES_OF:
@@ -170,21 +171,22 @@ def _check_offsets(batch: Any) -> None:
 
 
 def _records(batches: Iterator[Any]) -> Iterator[Record | BadValue]:
-    """Rows as dictionaries; a batch with text that is not UTF-8 is read row by row."""
+    """Rows as dictionaries. A row with text that is not UTF-8 becomes a BadValue."""
     for batch in batches:
         try:
             yield from batch.to_pylist()
         except UnicodeDecodeError:
-            # One bad row must not cost the other rows of its batch.
-            for start in range(batch.num_rows):
+            # One bad row must not cost the other rows of its batch, so they are read one by one.
+            for place in range(batch.num_rows):
+                row = batch.slice(place, 1)
                 try:
-                    yield from batch.slice(start, 1).to_pylist()
+                    yield from row.to_pylist()
                 except UnicodeDecodeError:
                     yield BadValue("not UTF-8")
 
 
 def read_rows(path: Path, more: tuple[str, ...] = ()) -> Iterator[Record | BadValue]:
-    """Rows of a Parquet file as dictionaries of the known columns; for a bad row, the reason.
+    """Rows of a Parquet file as dictionaries of the known columns. A bad row becomes the reason.
 
     Args:
         path: the file.
@@ -209,15 +211,19 @@ def _parquet_files(folder: Path, pattern: str) -> list[Path]:
         DataError: there is none, a part is missing, or files are named in several ways.
     """
     find_one(folder, pattern)  # raises an error if there is none
-    found = [find(folder, name) for name in pattern.split("|")]
-    named_alike = [files for files in found if files]
-    if len(named_alike) > 1:
-        first, second = (files[0].relative_to(folder) for files in named_alike[:2])
+    # The files of each way to name them.
+    groups = []
+    for name in pattern.split("|"):
+        files = find(folder, name)
+        if files:
+            groups.append(files)
+    if len(groups) > 1:
+        first, second = (files[0].relative_to(folder) for files in groups[:2])
         raise DataError(
             f"{folder} has {first} and {second}, expected one of them: files of a split are named in"
             " one way; take the others out of the folder"
         )
-    files = named_alike[0]
+    files = groups[0]
     _check_parts(files)
     _check_columns(files)
     return files
@@ -237,12 +243,16 @@ def _check_parts(files: list[Path]) -> None:
 
 def _check_columns(files: list[Path]) -> None:
     """Raises DataError if only some files of a split have labels."""
+    if len(files) == 1:
+        return
     with_labels: list[Path] = []
     without_labels: list[Path] = []
-    for path in files if len(files) > 1 else ():
+    for path in files:
         with _open_parquet(path) as file:
-            has_labels = _FIELDS.labels in file.schema_arrow.names
-            (with_labels if has_labels else without_labels).append(path)
+            if _FIELDS.labels in file.schema_arrow.names:
+                with_labels.append(path)
+            else:
+                without_labels.append(path)
     if with_labels and without_labels:
         raise DataError(
             f"{without_labels[0]} has no column {_FIELDS.labels}, but {with_labels[0]} has one; add it,"

@@ -1,4 +1,4 @@
-"""Layouts of one text per line with a label matrix, and of features instead of texts.
+"""Layouts with one text per line and a label matrix, or with features instead of texts.
 
     layout   queries                labels                        label matrix
     dexml    raw/trn_X.txt          raw/Y.txt                     Y.trn.npz
@@ -7,8 +7,9 @@
     sparse   trn_X_Xf.txt           lbl_X_Xf.txt, Yf.txt, Y.txt   trn_X_Y.txt
     bow      train.txt              as above                      in train.txt
 
-A blank line is an empty text. If there are only features, a text consists of their names (Xf.txt,
-else f<index>) by descending weight. Rows have no uid: it is the row number.
+A blank line is an empty text. If there are only features, the text of a row lists their names by
+descending weight. The names are in Xf.txt; without it they are f<index>. Rows have no uids, so the row
+number is the uid.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ _FEATURE_LABELS = "Y.txt|lbl_X_Xf.txt|Yf.txt"  # label files of layouts with fea
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """Texts of a file, which can be read once.
+    """The texts of a file. They can be iterated once.
 
     Attributes:
         path: the file.
-        texts: not read yet; a bad one is yielded as the reason.
+        texts: read lazily. A bad text is replaced by the reason why it is bad.
         first_line: line of the first text in the file.
     """
 
@@ -66,7 +67,7 @@ def _text_lines(path: Path) -> TextFile:
 
 
 def _feature_texts(matrix: Matrix, folder: Path) -> TextFile:
-    """The texts of a feature matrix: names of features by descending weight, ties by index."""
+    """The texts of a feature matrix: names of features by descending weight, then by index."""
     num_features = matrix.shape[1]
     names: list[str] = []
     for path in find(folder, "Xf.txt"):
@@ -98,13 +99,14 @@ def _label_rows(file: TextFile, on_bad: OnBad) -> Iterator[Row]:
 
 
 def _query_rows(file: TextFile, matrix: Matrix, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
-    """Rows of texts and of their labels.
+    """Joins texts with the rows of their labels.
 
     Raises:
-        DataError: more columns than labels, or not as many rows as the matrix says.
+        DataError: the matrix has more columns than there are labels, or the file, the matrix and the
+            header of the matrix disagree about the number of rows.
     """
     num_rows, num_columns = matrix.shape
-    # Fewer is fine: the label file may hold labels that no query carries.
+    # Fewer columns are fine, because the label file may have labels that no query has.
     if num_columns > num_labels:
         raise DataError(
             f"{matrix.path} has {num_columns} columns, but there are {num_labels} labels; one is wrong"
@@ -114,9 +116,9 @@ def _query_rows(file: TextFile, matrix: Matrix, num_labels: int, on_bad: OnBad) 
         return _without_zeros(check_labels(*entries, num_labels))
 
     number = -1
+    # `zip_longest` pads the shorter file with None.
     pairs = zip_longest(file.texts, parsed(matrix.rows, positives))
     for number, (text, labels) in enumerate(pairs):
-        # zip_longest fills up the shorter file with None.
         if labels is not None and number >= num_rows:
             raise _wrong_header(matrix, f"more than {number}")
         if labels is None and number < num_rows:
@@ -132,16 +134,22 @@ def _query_rows(file: TextFile, matrix: Matrix, num_labels: int, on_bad: OnBad) 
         else:
             (label_ids, relevance), has_zeros = labels
             yield Row(
-                str(number), text, label_ids, relevance, number, has_uid=False, has_zeros=has_zeros
+                str(number),
+                text,
+                label_ids,
+                relevance,
+                number,
+                has_uid=False,
+                has_zeros=has_zeros,
             )
     if number + 1 != num_rows:
         raise _wrong_header(matrix, str(number + 1))
 
 
 def _without_zeros(labels: Labels) -> tuple[Labels, bool]:
-    """The entries of a matrix row that are not 0, and whether some are.
+    """Drops the entries of a matrix row that are 0, and says whether there were any.
 
-    A sparse matrix with a stored zero is equal to the one without it.
+    A sparse matrix may store zeros. It is equal to the matrix without them.
 
     Raises:
         BadValue: an entry is below 0.
@@ -153,10 +161,15 @@ def _without_zeros(labels: Labels) -> tuple[Labels, bool]:
     if lowest < 0:
         label = label_ids[relevance.index(lowest)]
         raise BadValue(f"label {label} has the value {lowest:g}, expected 1 or another above 0")
-    pairs = zip(label_ids, relevance, strict=True)
-    weights = {label: weight for label, weight in pairs if weight != 0}
-    is_graded = any(weight != 1 for weight in weights.values())
-    return (tuple(weights), tuple(weights.values()) if is_graded else None), True
+    kept_ids = []
+    weights = []
+    for label_id, weight in zip(label_ids, relevance, strict=True):
+        if weight != 0:
+            kept_ids.append(label_id)
+            weights.append(weight)
+    if all(weight == 1 for weight in weights):
+        return (tuple(kept_ids), None), True
+    return (tuple(kept_ids), tuple(weights)), True
 
 
 def _mismatch(path: Path, matrix: Matrix, num_rows: str) -> DataError:
@@ -192,9 +205,10 @@ def _entries_before_tab(labels: bytes) -> Entries:
 
 
 def _without_labels_in_texts(rows: Iterator[Row], path: Path) -> Iterator[Row]:
-    """The rows; raises DataError if the first one with labels names them in its text too.
+    """Yields the rows. Raises DataError if the text of the first row with labels begins with them.
 
-    Such a file has lines "labels<TAB>text". With a label matrix its texts would tell the answers.
+    Such a file has lines "labels<TAB>text" although there is a label matrix. Its texts would reveal the
+    answers.
     """
     is_first = True
     for row in rows:
@@ -220,9 +234,9 @@ class Lines:
         queries_in: split -> pattern of texts by line, or of a feature matrix if `features`.
         labels_in: pattern of the label file.
         matrix_in: split -> pattern of the label matrix.
-        features: rows hold features instead of texts. If they and the label matrix are in one file,
-            it is a bag of words.
-        labels_before_tab: without a matrix file a line is "labels<TAB>text" (PECOS).
+        features: whether rows hold features instead of texts. If features and labels are in the same
+            file, the file is a bag of words.
+        labels_before_tab: whether lines are "labels<TAB>text" if there is no label matrix (PECOS).
     """
 
     queries_in: Mapping[str, str]
@@ -265,7 +279,7 @@ class Lines:
             return _label_rows(no_texts, on_bad)
         first_line = next(read_lines(files[0]), b"").split()
         is_header = len(first_line) == 2 and all(word.isdigit() for word in first_line)
-        # Labels of a layout with features are a matrix if the first line is the header of one.
+        # In a layout with features, the labels are a matrix if the first line is a header.
         if self.features and is_header:
             return _label_rows(_feature_texts(open_matrix(files[0]), folder), on_bad)
         return _label_rows(_text_lines(files[0]), on_bad)
@@ -273,7 +287,7 @@ class Lines:
     def queries(self, folder: Path, split: str, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         """All queries of a split in file order."""
         path = find_one(folder, self.queries_in[split])
-        # The label matrix is preferred, because it has the relevance of each label.
+        # A label matrix is preferred to labels before a tab, because it has relevances.
         if self.labels_before_tab and not find(folder, self.matrix_in[split]):
             return _tab_rows(path, num_labels, on_bad)
         matrix = self._label_matrix(folder, split)
