@@ -155,9 +155,9 @@ def _without_zeros(labels: Labels) -> tuple[Labels, bool]:
         BadValue: an entry is below 0.
     """
     label_ids, relevance = labels
-    lowest = 1.0 if relevance is None else min(relevance, default=1.0)
-    if relevance is None or lowest > 0:
+    if not relevance or min(relevance) > 0:
         return labels, False
+    lowest = min(relevance)
     if lowest < 0:
         label = label_ids[relevance.index(lowest)]
         raise BadValue(f"label {label} has the value {lowest:g}, expected 1 or another above 0")
