@@ -124,14 +124,20 @@ class FollowedModel:
         """Keeps a snapshot for the requests that began with it."""
         # Few requests will still use this snapshot, so its cached views are not worth their memory.
         old.drop_views()
-        self.older[old.version, old.place] = (time.monotonic(), old)
+        key = (old.version, old.place)
+        # A snapshot that is kept again moves to the end.
+        self.older.pop(key, None)
+        self.older[key] = (time.monotonic(), old)
         while len(self.older) > MAX_OLD_SNAPSHOTS:
             # A dictionary keeps the order of insertion, so its first key is the oldest one.
             oldest = next(iter(self.older))
             self._forget_older(oldest)
 
     def drop_loads(self, needed: Sequence[ServedBundle]) -> None:
-        """Cancels the loads of other bundles. A load that has begun runs on, and its result is unused."""
+        """Cancels the loads of other bundles, and of versions that are loaded already.
+
+        A load that has begun runs on, and its result is unused.
+        """
         for bundle in list(self.loads):
             if bundle not in needed or bundle.version in self.newest:
                 self.loads.pop(bundle).cancel()

@@ -140,7 +140,7 @@ class Follower(SnapshotSource):
         )
 
     async def _wait_until_reached(self, reference: SnapshotReference, wait_s: float) -> None:
-        """Waits until this replica has the version with the referenced place, or until a timeout."""
+        """Waits until this replica has reached or passed a place, for `wait_s` at most."""
         version = reference.version
         place = reference.place
         model = self._models[reference.model]
@@ -179,7 +179,7 @@ class Follower(SnapshotSource):
         """Asks for updates once, and carries them out."""
         # Before the states are sent, because the coordinator must see the places of these versions.
         for name in self._models:
-            self._take_caught_up(name)
+            await self._take_caught_up(name)
         updates = await self._follow(self._report(), wait_s)
         failures = []
         async with self._heartbeat():
@@ -194,13 +194,16 @@ class Follower(SnapshotSource):
                 self._may_hold_unused_copies = True
         if self._may_hold_unused_copies:
             self._release_copies()
-        # Requests may be waiting for a version or an operation.
         if updates:
-            async with self._changed:
-                self._changed.notify_all()
+            await self._wake_requests()
         if failures:
             raise failures[0]
         await self._wait_for_background_work()
+
+    async def _wake_requests(self) -> None:
+        """Lets requests that wait for a version or an operation look whether it is there."""
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _wait_for_background_work(self) -> None:
         """Waits for the next load or catch-up to finish, for LOADING_S at most.
@@ -259,15 +262,16 @@ class Follower(SnapshotSource):
         background it would never draw level if operations came all the time.
         """
         model = self._models[name]
-        # The last operation of the answering version. While none answers, the last one of all.
-        current = update.last
+        # Before this update, so that a version that is level with the answering one is never far
+        # behind it. While none answers, the last operation of all.
+        answering_number = update.last
         if model.answering:
-            current = model.newest[model.answering].number
+            answering_number = model.newest[model.answering].number
         for version, snapshot in list(model.newest.items()):
             commits = update.commits.get(version)
             if not commits:
                 continue
-            if current - snapshot.number > FEW_OPERATIONS:
+            if answering_number - snapshot.number > FEW_OPERATIONS:
                 loop = asyncio.get_running_loop()
                 changed = loop.run_in_executor(self._loader, snapshot.after_commits, commits)
                 model.catching_up[version] = CatchUp(snapshot, commits, changed)
@@ -276,7 +280,7 @@ class Follower(SnapshotSource):
                 changed_snapshot = await self._in_worker(snapshot.after_commits, commits)
                 model.replace(snapshot, changed_snapshot, commits)
 
-    def _take_caught_up(self, name: str) -> None:
+    async def _take_caught_up(self, name: str) -> None:
         """Installs the snapshots of versions that have finished catching up."""
         model = self._models[name]
         for version, catch_up in list(model.catching_up.items()):
@@ -286,6 +290,7 @@ class Follower(SnapshotSource):
             with self._reload_on_error(name, version):
                 changed = catch_up.changed.result()
                 model.replace(catch_up.snapshot, changed, catch_up.commits)
+                await self._wake_requests()
 
     @contextlib.contextmanager
     def _reload_on_error(self, name: str, version: str) -> Iterator[None]:
@@ -314,7 +319,7 @@ class Follower(SnapshotSource):
         if bundle not in model.loads:
             loop = asyncio.get_running_loop()
             model.loads[bundle] = loop.run_in_executor(self._loader, self._load, name, bundle)
-            # A load that fails or is dropped leaves a copy that no one needs.
+            # Set when it begins, because a load that fails or is dropped leaves a copy that no one needs.
             self._may_hold_unused_copies = True
         load = model.loads[bundle]
         if not load.done():

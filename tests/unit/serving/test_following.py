@@ -13,15 +13,15 @@ import pytest
 from operations import add
 
 from xmcray.errors import OutOfMemoryError
-from xmcray.serving import follower
+from xmcray.serving import followed_model, follower
 from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.decisions import Decision, Report, ServedBundle, Update
-from xmcray.serving.followed_model import CatchUp
+from xmcray.serving.followed_model import CatchUp, FollowedModel
 from xmcray.serving.follower import Follower
-from xmcray.serving.log_place import BEGINNING, Commit
+from xmcray.serving.log_place import BEGINNING, Commit, LogPlace
 from xmcray.serving.schema import SwapRequest
 from xmcray.serving.settings import ServeConfig
-from xmcray.serving.snapshot import Snapshot
+from xmcray.serving.snapshot import Snapshot, SnapshotReference
 
 MISSING = ServedBundle("missing", "3" * 64, BEGINNING)
 
@@ -318,3 +318,37 @@ async def test_a_version_that_is_dropped_no_longer_catches_up(bundle: Path) -> N
         assert not model.newest
         assert not model.dropped
     assert all(catch_up.changed.cancelled() for catch_up in catch_ups)
+
+
+async def test_a_request_finds_a_version_as_soon_as_it_has_caught_up(bundle: Path) -> None:
+    """The coordinator has nothing to tell this replica meanwhile."""
+    decided = Decided(bundle)
+    replica = Follower(decided.config, decided.follow)
+    await replica.start()
+    model = replica._models["default"]
+    snapshot = model.newest[model.answering]
+    place = LogPlace(1, "later")
+    caught_up = asyncio.get_running_loop().create_future()
+    model.catching_up[snapshot.version] = CatchUp(snapshot, [], caught_up)
+    reference = SnapshotReference("default", snapshot.version, place)
+    request = asyncio.create_task(replica.referenced(reference, 30))
+    await asyncio.sleep(0)
+    caught_up.set_result(snapshot.at(place))
+    step = asyncio.create_task(replica._step(20))
+    try:
+        async with asyncio.timeout(5):
+            assert (await request).place == place
+    finally:
+        step.cancel()
+        await asyncio.wait([step])
+
+
+def test_a_snapshot_that_is_kept_again_is_the_last_to_be_forgotten(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followed_model, "MAX_OLD_SNAPSHOTS", 2)
+    snapshot = Snapshot.load(str(bundle), "default", 1)
+    model = FollowedModel()
+    for number in (1, 2, 1, 3):
+        model.keep(snapshot.at(LogPlace(number)))
+    assert [place.number for _, place in model.older] == [1, 3]
