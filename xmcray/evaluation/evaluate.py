@@ -29,10 +29,9 @@ from xmcray.types import BoolArray, Float32Array, Float64Array, Int64Array, Ragg
 SEARCH_K = 100  # answers per query (R@100), clipped to the number of labels
 _INTERVAL = [0.025, 0.975]  # quantiles that leave 5 % out
 _FLIP_VALUES = 1 << 22  # random signs drawn at once
-# More queries are resampled in this many groups: 1000 resamples of 10^6 queries would take most of a
-# minute.
-# The groups' own chance changes the width of an interval by 1 / sqrt(2 * 2^15) = 0.4 %; that of
-# 1000 resamples changes an end by about 4 %.
+# Of more queries than this, as many random groups are resampled: 1000 resamples of 10^6 queries
+# would take most of a minute. Which queries share a group changes the width of an interval by
+# 1 / sqrt(2 * 2^15) = 0.4 %; the chance of 1000 resamples changes an end by about 4 %.
 _MAX_RESAMPLED = 1 << 15
 # Functions of rows of the split, int64 [B].
 Search = Callable[[Int64Array], TopLabels]
@@ -225,8 +224,8 @@ def compare(
 
     The interval resamples queries, both runs alike. The p-value exchanges the runs' answers query
     by query. For PSP and PSnDCG the divisor depends on the truth alone, so flipping the sign of the
-    numerators' difference is that exchange. More than 2^15 queries are resampled and exchanged in
-    random groups.
+    numerators' difference is that exchange. Of more than 2^15 queries, random groups are resampled
+    and exchanged instead of single ones.
 
     Raises:
         DataError: the evaluations are of other queries or other propensities.
@@ -306,21 +305,22 @@ def _in_groups(
     divisor_QM: Float32Array,
     seed: int,
 ) -> tuple[Float64Array, Float64Array]:
-    """Gains and divisors of queries; the sums of random groups if there are many queries.
+    """Gains and divisors by query; by random group if there are more than _MAX_RESAMPLED queries.
 
     Queries are independent, so sums of random groups vary as much as the queries in them do.
     """
-    # Numerators and divisors are drawn together.
-    both_QM = np.hstack([gain_QM, divisor_QM])
-    num_queries = len(both_QM)
-    if num_queries > _MAX_RESAMPLED:
-        # Neighbours may be alike, so each group has queries of all places. Sizes differ by one at
-        # most.
-        order = draws.generator(seed, "resampled groups").permutation(num_queries)
-        starts = np.arange(_MAX_RESAMPLED) * num_queries // _MAX_RESAMPLED
-        both_QM = np.add.reduceat(both_QM[order], starts, axis=0, dtype=np.float64)
-    gains, divisors = np.hsplit(both_QM.astype(np.float64), 2)
-    return gains, divisors
+    num_queries = len(gain_QM)
+    if num_queries <= _MAX_RESAMPLED:
+        return gain_QM.astype(np.float64), divisor_QM.astype(np.float64)
+    # Neighbours may be alike, so the groups are random. Their sizes differ by one at most.
+    order = draws.generator(seed, "resampled groups").permutation(num_queries)
+    starts = np.arange(_MAX_RESAMPLED) * num_queries // _MAX_RESAMPLED
+
+    def sums_of_groups(value_QM: npt.NDArray[np.floating]) -> Float64Array:
+        sums: Float64Array = np.add.reduceat(value_QM[order], starts, axis=0, dtype=np.float64)
+        return sums
+
+    return sums_of_groups(gain_QM), sums_of_groups(divisor_QM)
 
 
 def _bootstrap(
@@ -335,13 +335,14 @@ def _bootstrap(
         [low, high] of each metric.
     """
     generator = np.random.default_rng(seed)
-    num_queries, num_metrics = gain_QM.shape
+    num_rows, num_metrics = gain_QM.shape
+    # Numerators and divisors are drawn together.
     both_QM = np.hstack([gain_QM, divisor_QM])
     sums = np.empty((resamples, 2 * num_metrics))
     for i in range(resamples):
-        # Drawing a query twice adds it twice: one product with the counts sums all columns.
-        drawn = generator.integers(num_queries, size=num_queries)
-        times = np.bincount(drawn, minlength=num_queries)
+        # Drawing a row twice adds it twice: one product with the counts sums all columns.
+        drawn = generator.integers(num_rows, size=num_rows)
+        times = np.bincount(drawn, minlength=num_rows)
         sums[i] = times.astype(np.float64) @ both_QM
     ratios = sums[:, :num_metrics] / sums[:, num_metrics:]
     intervals: list[list[float]] = np.quantile(ratios, _INTERVAL, axis=0).T.tolist()

@@ -235,6 +235,7 @@ def names_each_once(row_labels: Int64Array, num_labels: int) -> bool:
         row_labels: int64 [rows]; negative ones do not count.
         num_labels: L.
     """
+    # Before memory is taken for a number of labels that is wrong.
     if len(row_labels) < num_labels:
         return False
     is_named = np.zeros(num_labels, bool)

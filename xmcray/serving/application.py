@@ -337,8 +337,9 @@ class _Backend:
 
 @contextlib.contextmanager
 def _refusing_when_lost() -> Iterator[None]:
-    """Refuses a request if a deployment does not take it or died with it: searching changes
-    nothing.
+    """Turns a deployment that refuses a request or dies with it into a problem.
+
+    The client may ask again, because searching changes nothing.
 
     Raises:
         ProblemError: see above. What the deployment itself raised goes through.

@@ -143,19 +143,21 @@ def with_absolute_paths(config: ServeConfig) -> ServeConfig:
 
 
 def check_absolute_paths(config: ServeConfig) -> None:
-    """Raises ConfigError if a path depends on the working folder.
+    """Raises ConfigError if a path depends on the working folder, a default too.
 
-    `serve deploy` lets a process of the cluster build the application, in a folder of Ray's.
+    `serve deploy` lets a process of the cluster build the application, in a folder of Ray's. A
+    relative folder of `rerank` is not noticed: it is no folder there, so it counts as a hub id.
     """
 
     def check(name: str, location: str) -> str:
         if location != absolute(location) and not Path(location).is_absolute():
             raise ConfigError(
                 f"{name} is {location!r}, expected an absolute path or a URL, because the cluster does"
-                " not know the folder of the command; write it so in args of the Serve config"
+                f" not know the folder of the command; set {name} so in args of the Serve config"
             )
         return location
 
+    # Only for the check of each path: nothing is changed.
     _with_paths(config, check)
 
 

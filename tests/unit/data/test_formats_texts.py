@@ -232,7 +232,7 @@ def test_a_value_below_zero_of_a_label_matrix_is_malformed(tmp_path: Path) -> No
         queries = read(tmp_path / layout, on_bad=bad.append)[1]
         assert [row.label_ids for row in queries] == [()]
         reasons = [row.reason for row in bad]
-        assert "label 1 has the value -1, expected 1 or another above 0" in reasons
+        assert "label 1 has the value -1, expected a number above 0" in reasons
         assert any("has the value -0.5, expected" in reason for reason in reasons)
 
 

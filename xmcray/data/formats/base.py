@@ -100,21 +100,22 @@ class Places:
     """Where rows of a split are. Its files are looked at when a row is first asked for.
 
     Args:
-        files: gives the files of the split in order.
+        read_files: gives the files of the split in order.
     """
 
-    def __init__(self, files: Callable[[], Iterable[FileStart]]) -> None:
-        self._read_files = files
+    def __init__(self, read_files: Callable[[], Iterable[FileStart]]) -> None:
+        self._read_files = read_files
         self._files: list[FileStart] = []
 
     def bad(self, row: int, reason: str) -> BadRow:
-        """A row that is left out for a reason.
+        """The report that a row is left out, with its file and line.
 
         Args:
             row: as in `Row`.
             reason: why.
         """
         self._files = self._files or list(self._read_files())
+        # The last file that begins at the row or before it.
         number = bisect.bisect_right(self._files, row, key=lambda file: file.row) - 1
         file = self._files[number]
         return BadRow(str(file.path), file.line + row - file.row, reason)

@@ -311,7 +311,14 @@ class Records:
         """All valid rows of "train", "test" or "labels" in file order."""
         for start in self.files(folder, name):
             records = self.kind.records(start.path)
-            yield from rows_of(records, start.path, parser.parse, on_bad, first_row=start.row)
+            yield from rows_of(
+                records,
+                start.path,
+                parser.parse,
+                on_bad,
+                first_row=start.row,
+                first_line=start.line,
+            )
 
     def _num_rows(self, folder: Path, name: str) -> int:
         paths = self.kind.paths(folder, self.patterns[name])

@@ -160,7 +160,7 @@ def _without_zeros(labels: Labels) -> tuple[Labels, bool]:
     lowest = min(relevance)
     if lowest < 0:
         label = label_ids[relevance.index(lowest)]
-        raise BadValue(f"label {label} has the value {lowest:g}, expected 1 or another above 0")
+        raise BadValue(f"label {label} has the value {lowest:g}, expected a number above 0")
     kept_ids = []
     weights = []
     for label_id, weight in zip(label_ids, relevance, strict=True):
