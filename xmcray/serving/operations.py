@@ -19,14 +19,13 @@ def check_operations(operations: Sequence[Operation], snapshot: Snapshot) -> Non
         DataError: an existing label is added, a missing one updated or deleted, or a text is
             missing or has no token.
     """
+    existing = snapshot.label_ids(operation.uid for operation in operations)
     exists_now: dict[str, bool] = {}  # changes within the batch
     for place, operation in enumerate(operations, 1):
         uid = operation.uid
         where = f"operation {place} of {len(operations)}"
         what = f"{where}: {operation.op} of label {uid[:80]!r}"
-        exists = exists_now.get(uid)
-        if exists is None:
-            exists = snapshot.label_id(uid) is not None
+        exists = exists_now.get(uid, uid in existing)
         if operation.op == "add" and exists:
             raise DataError(f"{what}, which is there already; update it")
         if operation.op != "add" and not exists:

@@ -9,7 +9,7 @@ snapshots of all processes agree.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from xmcray.retrieval.labels import NewLabel, load_label_sides, with_labels
 from xmcray.retrieval.new_vectors import new_vectors
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ALL_SHARDS, NO_SHARDS, ShardSubset
+from xmcray.retrieval.uid_index import UidIndex
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.serving import schema
 from xmcray.serving.log_place import Commit, LogPlace, place_in
@@ -79,7 +80,7 @@ class Snapshot:
         folder: the bundle's local folder.
         place: place in the label log behind the operations that are applied.
         changed_ids: ids of the labels that were changed since the export, by uid; None if deleted.
-        exported_ids: ids of the exported labels by uid; read when needed.
+        exported: finds the exported labels by uid; made when needed.
     """
 
     model: str
@@ -89,7 +90,7 @@ class Snapshot:
     folder: Path
     place: LogPlace
     changed_ids: Mapping[str, int | None] = field(default_factory=dict)
-    exported_ids: Mapping[str, int] | None = None
+    exported: UidIndex | None = None
     _views: dict[str, Retriever] = field(default_factory=dict, init=False)
 
     @classmethod
@@ -160,7 +161,9 @@ class Snapshot:
         """
         if not operations:
             return self
-        changes = _LabelChanges(self)
+        # This also makes the index of the exported labels, while there are no others.
+        old_ids = self.label_ids(operation.uid for operation in operations)
+        changes = _LabelChanges(self, old_ids)
         for operation in operations:
             changes.add(operation)
         retriever = self.retriever
@@ -170,7 +173,6 @@ class Snapshot:
         if changes.leaving:
             retriever = retriever.without(np.array(changes.leaving, np.int64))
         num_labels = retriever.settings.num_labels
-        # The new retriever has other labels than the export: `add` has read `exported_ids` before.
         return replace(
             self,
             retriever=retriever,
@@ -194,11 +196,21 @@ class Snapshot:
 
     def label_id(self, uid: str) -> int | None:
         """Id of a label that can be answered; None if there is none of that uid."""
-        if uid in self.changed_ids:
-            return self.changed_ids[uid]
-        if self.exported_ids is None:
-            self.exported_ids = self.retriever.labels.ids_by_uid()
-        return self.exported_ids.get(uid)
+        return self.label_ids([uid]).get(uid)
+
+    def label_ids(self, uids: Iterable[str]) -> dict[str, int]:
+        """Ids of labels that can be answered, by uid; without the uids that have none."""
+        labels = self.retriever.labels
+        if self.exported is None:
+            self.exported = UidIndex(labels)
+        ids = {}
+        unchanged = []
+        for uid in uids:
+            if uid not in self.changed_ids:
+                unchanged.append(uid)
+            elif (label_id := self.changed_ids[uid]) is not None:
+                ids[uid] = label_id
+        return ids | self.exported.ids_of(unchanged, labels)
 
     def text(self, label_id: int) -> str:
         """Text of a label."""
@@ -307,8 +319,7 @@ class Snapshot:
         return mask
 
     def _existing(self, uids: Sequence[str]) -> list[int]:
-        label_ids = [self.label_id(uid) for uid in uids]
-        return [label_id for label_id in label_ids if label_id is not None]
+        return list(self.label_ids(uids).values())
 
 
 def _uids(answers: Sequence[FoundLabel]) -> set[str]:
@@ -323,21 +334,26 @@ class _LabelChanges:
         joining: labels with the next ids.
         leaving: ids of labels that are no longer answered.
         attributes: new attributes by label id.
+
+    Args:
+        snapshot: the labels before the sequence.
+        old_ids: its ids of the labels that are changed, by uid.
     """
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, old_ids: Mapping[str, int]) -> None:
         self.ids = dict(snapshot.changed_ids)
         self.joining: list[NewLabel] = []
         self.leaving: list[int] = []
         self.attributes: dict[int, schema.Attributes] = {}
         self._snapshot = snapshot
+        self._old_ids = old_ids
         self._first_new_id = snapshot.retriever.settings.num_labels
 
     def add(self, operation: schema.Operation) -> None:
         """Adds one operation. A label whose text changes leaves, and joins with a new id."""
         uid = operation.uid
         text = operation.text or ""
-        old_id = self.ids[uid] if uid in self.ids else self._snapshot.label_id(uid)
+        old_id = self.ids[uid] if uid in self.ids else self._old_ids.get(uid)
         deletes = operation.op == "delete"
         # A text that stays keeps the label's id and vector.
         if old_id is not None:

@@ -16,7 +16,9 @@ from xmcray.data.corpus import Corpus
 from xmcray.errors import BundleError, ConfigError
 from xmcray.evaluation.evaluate import SEARCH_K, ComparisonRow, Evaluation, compare, evaluate
 from xmcray.evaluation.metrics import MAIN_METRICS
+from xmcray.retrieval.bundle import LABEL_BLOCK
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.uid_index import UidIndex
 from xmcray.types import Int64Array, Ragged, TopLabels
 
 SPLIT = "test"  # no run is trained on it
@@ -166,22 +168,23 @@ def measure_newest(
 
 def _without_removed(retriever: Retriever, corpus: Corpus) -> Retriever:
     """The retriever as a server has it, from which the labels were removed."""
-    ids_by_uid = retriever.labels.ids_by_uid()
-    removed_uids = corpus.label_uids(corpus.removed_labels)
-    bundle_ids = [ids_by_uid[uid] for uid in removed_uids if uid in ids_by_uid]
+    bundle_ids = retriever.labels.ids_of(corpus.label_uids(corpus.removed_labels))
     if not bundle_ids:
         return retriever
-    return retriever.without(np.array(bundle_ids, np.int64))
+    return retriever.without(np.array([*bundle_ids.values()], np.int64))
 
 
 def _source_ids(retriever: Retriever, corpus: Corpus) -> Int64Array:
     """int64, the id that each label of a bundle has in the corpus; -1 if it is not there."""
-    ids_by_uid = retriever.labels.ids_by_uid()
+    in_bundle = UidIndex(retriever.labels)  # to look up all labels of the corpus, in blocks
     source_ids = np.full(retriever.settings.num_labels, -1, np.int64)
-    for source_id, uid in enumerate(corpus.label_uids(np.arange(corpus.card.num_labels))):
-        bundle_id = ids_by_uid.get(uid)
-        if bundle_id is not None:
-            source_ids[bundle_id] = source_id
+    num_labels = corpus.card.num_labels
+    for first in range(0, num_labels, LABEL_BLOCK):
+        uids = corpus.label_uids(np.arange(first, min(first + LABEL_BLOCK, num_labels)))
+        bundle_ids = in_bundle.ids_of(uids, retriever.labels)
+        for source_id, uid in enumerate(uids, first):
+            if uid in bundle_ids:
+                source_ids[bundle_ids[uid]] = source_id
     return source_ids
 
 

@@ -11,9 +11,11 @@ from shell import Shell
 
 from xmcray.data import checked_files
 from xmcray.errors import BundleError
+from xmcray.retrieval import uid_index
 from xmcray.retrieval.bundle import KIND, names_each_once
 from xmcray.retrieval.labels import NewLabel, add_labels, remove_labels
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.uid_index import UidIndex
 from xmcray.storage.manifest import finish_manifest, read_manifest
 
 BLOCK = 100
@@ -83,8 +85,20 @@ def test_labels_are_found_by_uid(bundle: Path, tmp_path: Path) -> None:
     labels = Retriever.load(changed).labels
     # u4 is gone, u3 has come back under another number, and the last one is no text at all.
     uids = ["u559", "u3", "u4", "u0", "u0", "other", "\udcff"]
-    assert labels.ids_of(uids) == {"u0": 0, "u3": 560, "u559": 559}
-    assert labels.ids_of([]) == {}
+    found = {"u0": 0, "u3": 560, "u559": 559}
+    index = UidIndex(labels)
+    assert labels.ids_of(uids) == index.ids_of(uids, labels) == found
+    assert labels.ids_of([]) == index.ids_of([], labels) == {}
+
+
+def test_uids_of_one_hash_are_told_apart(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hashes_of_lengths(uids: list[str]) -> np.ndarray:
+        return np.array([len(uid) for uid in uids], np.int64)
+
+    monkeypatch.setattr(uid_index, "_hashes", hashes_of_lengths)
+    labels = Retriever.load(bundle).labels
+    index = UidIndex(labels)
+    assert index.ids_of(["u12", "u34", "u6", "v6"], labels) == {"u12": 12, "u34": 34, "u6": 6}
 
 
 def test_an_argument_that_is_no_text_is_one_line(bundle: Path, shell: Shell) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ class OneLabel:
     def retriever(self) -> OneLabel:
         return self
 
-    def label_id(self, uid: str) -> int | None:
-        return 0 if uid == "old" else None
+    def label_ids(self, uids: Iterable[str]) -> dict[str, int]:
+        return {uid: 0 for uid in uids if uid == "old"}
 
     def has_tokens(self, text: str) -> bool:
         return text != "??"
