@@ -35,7 +35,7 @@ from xmcray.training.records import Records, read_records
 from xmcray.training.run import Run, RunConfig
 
 TESTS = Path(__file__).parents[1]
-TRIALS = 2  # of each file; benchmarks/soak_files.py makes thousands
+TRIALS = 1  # of each file; benchmarks/soak_files.py makes thousands
 
 
 def test_changed_files_lead_to_an_answer_or_to_one_line(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_changed_files_lead_to_an_answer_or_to_one_line(tmp_path: Path) -> None:
     lines = process.stdout.splitlines()
     assert process.returncode == 0, (lines[-1:], process.stderr[-2000:])
     outcomes = [json.loads(line) for line in lines if line.startswith('["tried"')]
-    assert len(outcomes) >= 200
+    assert len(outcomes) >= 100
     faults = [outcome for outcome in outcomes if outcome[-1]["is_fault"]]
     assert not faults, faults[0]
     assert {outcome[-1]["kind"] for outcome in outcomes} >= {"same", "refused"}
