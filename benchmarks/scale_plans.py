@@ -157,12 +157,17 @@ training goes on, and only what it takes longer than an epoch is added to one. C
 """
 
 
-def planned(case: Case) -> list[str]:
+def planned(case: Case) -> Plan:
+    """The plan of a training.
+
+    Raises:
+        ResourceError: it does not fit.
+    """
     values = configs.load_yaml(f"preset:{case.preset}") if case.preset else {}
     config = RunConfig.resolve(case.method, values, case.settings)
     data = from_numbers(round(case.labels), round(case.queries), case.tokens, case.positives)
     rates = device_rates(case.device, config.optim.matmul)
-    return markdown(plan(config, data, rates, case.workers, price_per_hour=case.price))
+    return plan(config, data, rates, case.workers, price_per_hour=case.price)
 
 
 def markdown(made: Plan) -> list[str]:
@@ -175,15 +180,15 @@ def markdown(made: Plan) -> list[str]:
     return [*lines, *(f"- advice: {line}" for line in made.advice)]
 
 
-def section(case: Case) -> list[str]:
-    """Lines about one training."""
-    return [f"## {case.title}", "", case.text, "", "```", case.command, "```", *planned(case), ""]
+def section(case: Case, made: Plan) -> list[str]:
+    """Lines about one training and its plan."""
+    return [f"## {case.title}", "", case.text, "", "```", case.command, "```", *markdown(made), ""]
 
 
 def page() -> str:
     lines = [HEAD]
     for case in CASES:
-        lines += section(case)
+        lines += section(case, planned(case))
     lines += [f"## {REFUSED.title}", "", "```", REFUSED.command]
     try:
         planned(REFUSED)

@@ -108,11 +108,13 @@ def try_on(model: Any) -> bool:
     # Without such a backend, the library only warns that it replaces nothing.
     if not (has_positions and getattr(model, "_supports_attention_backend", True)):
         return False
+    table = model.get_input_embeddings().weight
+    if table.is_meta:  # no values that could be the same
+        return False
     implementation = model.config._attn_implementation
     was_training = model.training
     # Three texts of two lengths, packed and padded; their 8 tokens are the first of the table.
     lengths = np.array([2, 3, 3])
-    table = model.get_input_embeddings().weight
     token_T = torch.arange(8, device=table.device) % len(table)
     token_TH = table[token_T].detach()
     is_filled_BT = np.arange(3) < lengths[:, None]

@@ -276,15 +276,16 @@ def _counter_overhead_s() -> float:
 
 
 def _start_bytes(config: RunConfig, size: DataSize, workers: int) -> int:
-    """What initial values take for a moment: on a straight line through those of few labels."""
+    """What initial values take for a moment: so many bytes for each label as with few labels."""
     ranks = min(workers, _START_RANKS)
     if ranks == 3:
         ranks = 2  # which have whole blocks of labels each, as one and four have
     few = _few_start_bytes(config, size, ranks, _START_LABELS)
     more = _few_start_bytes(config, size, ranks, 2 * _START_LABELS)
-    num_labels = size.num_labels * ranks / workers  # with as many labels for each rank
-    start_bytes: int = on_line(few, more, num_labels / _START_LABELS - 1)
-    return start_bytes
+    # Whole bytes, because torch and Python keep a few for themselves, now more and now less.
+    label_bytes = max(0, round((more - few) / _START_LABELS))
+    num_labels = size.num_labels * ranks // workers  # with as many labels for each rank
+    return label_bytes * num_labels
 
 
 def _few_start_bytes(config: RunConfig, size: DataSize, ranks: int, num_labels: int) -> int:
