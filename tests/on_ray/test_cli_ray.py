@@ -81,7 +81,7 @@ def test_more_memory_than_there_is(tmp_path: Path, capfd: pytest.CaptureFixture[
     corpus, run = str(tmp_path / "corpus"), str(tmp_path / "run")
     assert run_command(f"prepare {tmp_path}/raw --out {corpus}") == 0
     capfd.readouterr()
-    train = f"train astra --data {corpus} --out {run} --workers 1"
+    train = f"train astra --data {corpus} --out {run} --workers 1 --set negatives.hard=0"
     assert run_command(f"{train} --set encoder.dim=1000000000000000") == 2
     error = capfd.readouterr().err
     assert error.startswith("error: there is no memory for ")

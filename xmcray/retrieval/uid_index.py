@@ -41,13 +41,13 @@ class UidIndex:
         hashes = _hashes(wanted)
         starts = np.searchsorted(self._hashes, hashes, side="left")
         stops = np.searchsorted(self._hashes, hashes, side="right")
+        # Mostly one id, several if their uids have one hash.
         ranges = zip(starts.tolist(), stops.tolist(), strict=True)
-        candidates = np.concatenate(
-            [np.empty(0, np.int64), *(self._ids[start:stop] for start, stop in ranges)]
-        )
-        names, _ = labels.uids_and_texts(candidates)
-        id_of_name = dict(zip(names, candidates.tolist(), strict=True))
-        return {uid: id_of_name[uid] for uid in wanted if uid in id_of_name}
+        ids_of_hash = [self._ids[start:stop] for start, stop in ranges]
+        label_ids = np.concatenate([np.empty(0, np.int64), *ids_of_hash])
+        found_uids, _ = labels.uids_and_texts(label_ids)
+        id_of_uid = dict(zip(found_uids, label_ids.tolist(), strict=True))
+        return {uid: id_of_uid[uid] for uid in wanted if uid in id_of_uid}
 
 
 def _hashes(uids: list[str]) -> np.ndarray:
