@@ -7,6 +7,7 @@ meets decides how many rows are read.
 
 from __future__ import annotations
 
+import functools
 import time
 import tracemalloc
 import weakref
@@ -68,12 +69,12 @@ class _Call:
     args: Any
     kwargs: dict[str, Any]
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """Name of the operation without its overload: "add" of "add.Tensor"."""
         return str(self.func._overloadpacket.__name__)
 
-    @property
+    @functools.cached_property
     def operands(self) -> list[Tensor]:
         """The tensors among the arguments."""
         return tensors_in((self.args, self.kwargs))
@@ -109,6 +110,7 @@ class Counter(TorchDispatchMode):
         self.live_bytes = 0
         self._on_gpu = on_gpu
         self._tracked: set[int] = set()
+        self._results: dict[Any, Tensor] = {}
         # Indices and values of sparse gradients by shape, which a sparse meta tensor cannot keep.
         self._sparse: dict[torch.Size, tuple[Tensor, Tensor]] = {}
         self.restart()
@@ -148,10 +150,10 @@ class Counter(TorchDispatchMode):
             return self._run_sparse(call)
         if call.name in _INDEXED:
             table, indices, *others = call.args
-            call.args = (table, _without_masks(indices), *others)
+            call = _Call(call.func, (table, _without_masks(indices), *others), call.kwargs)
         if _is_meta(call.device) and _makes_integers(call):
             call.kwargs["device"] = torch.device("cpu")
-        result = _compute(call)
+        result = self._compute(call)
         self._count(call, result)
         for tensor in tensors_in(result):
             self._track(tensor)
@@ -184,6 +186,38 @@ class Counter(TorchDispatchMode):
                 self._add("pass", 2 * values.nbytes)
                 self._sparse[shape] = indices, torch.empty_like(values)
         return call.run()
+
+    def _compute(self, call: _Call) -> Any:
+        """The operation's result: sizes where an operand has only sizes, else values."""
+        operands = call.operands
+        if not any(tensor.is_meta for tensor in operands):
+            return call.run()
+        if call.name == "_local_scalar_dense":
+            return 1.0
+        if call.name == "_to_copy" and call.device is not None and not _is_meta(call.device):
+            # Values that do not exist are copied to the host: zeros stand for them.
+            dtype = call.kwargs.get("dtype") or operands[0].dtype
+            return torch.zeros(operands[0].shape, dtype=dtype)
+        is_mutable = call.func._schema.is_mutable
+        if is_mutable and not operands[0].is_meta and "out" not in call.kwargs:
+            return call.args[0]  # a tensor of the host takes in values that do not exist
+        result = self._sizes_of_result(_on_meta(call))
+        return map_tensors(_integers_with_values, result)
+
+    def _sizes_of_result(self, call: _Call) -> Any:
+        """The result of a call whose tensors have only sizes.
+
+        torch takes up to a millisecond to find a result's sizes, and a step has each call many
+        times. A result with memory of its own depends on nothing but what is in the key.
+        """
+        key = (call.func, _sizes(call.args), _sizes(call.kwargs))
+        if key in self._results:
+            return _like(self._results[key])
+        result = call.run()
+        if _has_own_memory(call, result):
+            # A copy: the result itself would count as memory that is never freed.
+            self._results[key] = _like(result)
+        return result
 
     # -- what it costs -----------------------------------------------------------------------------
 
@@ -284,22 +318,29 @@ class Counter(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + array_bytes + more_bytes)
 
 
-def _compute(call: _Call) -> Any:
-    """The operation's result: sizes where an operand has only sizes, else values."""
-    operands = call.operands
-    if not any(tensor.is_meta for tensor in operands):
-        return call.run()
-    if call.name == "_local_scalar_dense":
-        return 1.0
-    if call.name == "_to_copy" and call.device is not None and not _is_meta(call.device):
-        # Values that do not exist are copied to the host: zeros stand for them.
-        dtype = call.kwargs.get("dtype") or operands[0].dtype
-        return torch.zeros(operands[0].shape, dtype=dtype)
-    is_mutable = call.func._schema.is_mutable
-    if is_mutable and not operands[0].is_meta and "out" not in call.kwargs:
-        return call.args[0]  # a tensor of the host takes in values that do not exist
-    result = _on_meta(call).run()
-    return map_tensors(_integers_with_values, result)
+def _sizes(values: Any) -> Any:
+    """What the sizes of a result depend on, in a form that can be a key."""
+    if isinstance(values, Tensor):
+        return "tensor", values.shape, values.stride(), values.dtype
+    if isinstance(values, (list, tuple)):
+        return tuple(map(_sizes, values))
+    if isinstance(values, dict):
+        return tuple((name, _sizes(value)) for name, value in values.items())
+    return type(values), values  # 1, 1.0 and True are equal, but make results of other types
+
+
+def _has_own_memory(call: _Call, result: Any) -> bool:
+    """Whether a result is one tensor that shares no memory and has no more than it needs."""
+    if call.func._schema.is_mutable or not isinstance(result, Tensor) or not result.is_meta:
+        return False
+    if _storage(result) in map(_storage, call.operands):
+        return False
+    return result.untyped_storage().nbytes() == _like(result).untyped_storage().nbytes()
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Another tensor with the same sizes."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _on_meta(call: _Call) -> _Call:
@@ -317,12 +358,7 @@ def _to_meta(tensor: Tensor) -> Tensor:
     """The shape, strides and type of a tensor, without its values."""
     if tensor.is_meta:
         return tensor
-    return torch.empty_strided(
-        tensor.shape,
-        tensor.stride(),
-        dtype=tensor.dtype,
-        device="meta",
-    )
+    return _like(tensor)
 
 
 def _integers_with_values(tensor: Tensor) -> Tensor:
