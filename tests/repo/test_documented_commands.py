@@ -27,6 +27,7 @@ from xmcray.training.run import RunConfig
 from xmcray.tuning.space import parse_space
 
 COMMANDS = documents.commands()
+PARSER = cli.parser()  # it takes longer to make than a command to parse
 PLACEHOLDERS = {"METHOD": "astra", "N": "3"}
 QUICK_VERBS = (
     "train",
@@ -84,7 +85,7 @@ def parse(command: Command) -> argparse.Namespace | None:
         ):  # the parser's own list
             raise ConfigError(f"xmcray {arguments[0]} has no option {name}")
     try:
-        options = cli.parser().parse_args(arguments)
+        options = PARSER.parse_args(arguments)
     except ConfigError as error:
         unfinished = "arguments are required" in str(error) or "expected one" in str(error)
         if unfinished and not command.complete:
@@ -95,7 +96,7 @@ def parse(command: Command) -> argparse.Namespace | None:
 
 
 def subparsers() -> dict[str, argparse.ArgumentParser]:
-    for action in cli.parser()._actions:
+    for action in PARSER._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)
     raise AssertionError("the parser has no verbs")
@@ -246,7 +247,7 @@ def test_every_quick_command_works(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = arguments_of(command)
-    options = cli.parser().parse_args(arguments)
+    options = PARSER.parse_args(arguments)
     workshop.prepare(arguments[0], options)
     if arguments[0] == "train":
         arguments += SMALL

@@ -9,7 +9,6 @@ anything else. After 130 and 143, the same command continues.
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
 import os
 import signal
@@ -160,9 +159,8 @@ def _print_last_line(text: str, level: int) -> None:
     print(f"{prefix}{printable(text)}", file=sys.stderr)
 
 
-@functools.cache
 def parser() -> argparse.ArgumentParser:
-    """All verbs and their arguments; made once, because that takes longer than most parsing."""
+    """All verbs and their arguments."""
     top = _Parser(
         prog="xmcray",
         description="Train and serve retrieval over millions of labels.",
