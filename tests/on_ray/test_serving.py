@@ -218,6 +218,7 @@ def test_nothing_is_lost_while_replicas_die_and_bundles_are_swapped(
         assert admin.search(["matrix"]).version == swapped.version
 
 
+@pytest.mark.soak
 def test_a_mistake_in_a_deployment_is_one_line(
     cluster: None, bundles: dict[str, Path], tmp_path: Path, port: int
 ) -> None:
