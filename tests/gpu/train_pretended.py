@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import multiprocessing
 import sys
@@ -168,10 +169,13 @@ def one_rank(method: str, settings: list[str], num_labels: int, ranks: int) -> d
         batch = data.batch(config, 2, ranks)
         before = {kind: Counter(getattr(counts, kind)) for kind in KINDS}
         counts.peak_bytes = counts.live_bytes
+        # A collection in the middle of a step would lower the largest moment of some cases.
+        gc.disable()
         tracemalloc.start()
         setup.stepper.step(batch, data)
         _, array_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
+        gc.enable()
     plan = estimate(config, size, device_rates("a100-80gb"), workers=ranks)
     of_a_step = {**plan.device_bytes}
     for other in ("CUDA", INDEX, BETWEEN_STEPS):

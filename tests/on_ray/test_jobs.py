@@ -167,6 +167,11 @@ def test_doctor_of_a_cluster(
     assert {"node", "head", "token"} & {finding["check"] for finding in json.loads(out)}
 
 
+def test_a_submission_without_a_token_is_refused(local_head: Head) -> None:
+    body = {"entrypoint": "touch /tmp/never"}
+    assert httpx.post(f"{local_head.url}/api/jobs/", json=body).status_code == 401
+
+
 @pytest.mark.parametrize("has_token", [False, True])
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "/api/jobs/"), ("DELETE", "/api/jobs/raysubmit_1")]
