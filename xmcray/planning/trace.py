@@ -276,13 +276,15 @@ def _counter_overhead_s() -> float:
 
 
 def _start_bytes(config: RunConfig, size: DataSize, workers: int) -> int:
-    """What initial values take for a moment: so many bytes for each label as with few labels."""
+    """Bytes that making the initial values needs for a moment, as bytes per label of small starts."""
     ranks = min(workers, _START_RANKS)
     if ranks == 3:
         ranks = 2  # which have whole blocks of labels each, as one and four have
+    # The first one fills caches of torch and Python, which are no part of a start.
+    _few_start_bytes(config, size, ranks, 2 * _START_LABELS)
     few = _few_start_bytes(config, size, ranks, _START_LABELS)
     more = _few_start_bytes(config, size, ranks, 2 * _START_LABELS)
-    # Whole bytes, because torch and Python keep a few for themselves, now more and now less.
+    # Rounded, because what torch and Python allocate for themselves varies by a few bytes.
     label_bytes = max(0, round((more - few) / _START_LABELS))
     num_labels = size.num_labels * ranks // workers  # with as many labels for each rank
     return label_bytes * num_labels
