@@ -1,4 +1,4 @@
-"""Finds labels by uid again and again: in 16 bytes a label, where a dictionary takes 150."""
+"""Looks up labels by uid, with 16 bytes per label; a dictionary takes 150."""
 
 from __future__ import annotations
 
@@ -7,49 +7,53 @@ from collections.abc import Iterable
 import numpy as np
 
 from xmcray.retrieval.label_index import LabelIndex
+from xmcray.types import Int64Array
 
 
 class UidIndex:
-    """The labels that can be answered, by uid.
+    """Source ids of the labels that can be answered, by uid.
 
-    Holds a hash of each uid, in ascending order, and the ids in the same order. Python keys the
-    hashes of texts anew in each process, so nobody can choose uids that meet in one. Uids are
-    compared all the same.
+    Keeps the sorted hashes of all uids, and the ids in the same order. A candidate is compared with
+    its real uid, so collisions are harmless. They cannot be provoked either, because Python seeds
+    the hashes of strings in each process.
+
+    For a single look-up `LabelIndex.ids_of` is faster: it needs no index.
 
     Args:
-        labels: of which the uids are read, and nothing is kept.
+        labels: read here and not kept.
     """
 
     def __init__(self, labels: LabelIndex) -> None:
-        # In blocks, because the texts of all uids at once take what a dictionary takes.
+        # In blocks: all uids as Python strings would take as much memory as the dictionary.
         blocks = labels.table["uid"].chunks
         hash_L = np.concatenate([_hashes(block.to_pylist()) for block in blocks])
         ids = np.argsort(hash_L)
         hidden_L = labels.hidden_labels
-        # Of a label that was removed and came back, the table has both.
+        # A label that was removed and added again is in the table twice.
         self._ids = ids if hidden_L is None else ids[~hidden_L[ids]]
         self._hashes = hash_L[self._ids]
 
     def ids_of(self, uids: Iterable[str], labels: LabelIndex) -> dict[str, int]:
-        """Source ids by uid, of those uids whose labels could be answered.
+        """Source ids by uid. Uids without a label are left out.
 
         Args:
-            uids: some of them.
-            labels: those that this was made from; others may have joined or been removed since.
+            uids: the uids to look up.
+            labels: the labels of the constructor. Some may have been added or removed since; those
+                changes are not seen here.
         """
         wanted = list(uids)
         hashes = _hashes(wanted)
         starts = np.searchsorted(self._hashes, hashes, side="left")
         stops = np.searchsorted(self._hashes, hashes, side="right")
-        # Mostly one id, several if their uids have one hash.
+        # Usually one candidate per uid, several if hashes collide.
         ranges = zip(starts.tolist(), stops.tolist(), strict=True)
-        ids_of_hash = [self._ids[start:stop] for start, stop in ranges]
-        label_ids = np.concatenate([np.empty(0, np.int64), *ids_of_hash])
-        found_uids, _ = labels.uids_and_texts(label_ids)
-        id_of_uid = dict(zip(found_uids, label_ids.tolist(), strict=True))
-        return {uid: id_of_uid[uid] for uid in wanted if uid in id_of_uid}
+        candidates = [self._ids[start:stop] for start, stop in ranges]
+        label_ids = np.concatenate([np.empty(0, np.int64), *candidates])
+        names = labels.names_of(label_ids)["uid"].to_pylist()
+        id_of_name = dict(zip(names, label_ids.tolist(), strict=True))
+        return {uid: id_of_name[uid] for uid in wanted if uid in id_of_name}
 
 
-def _hashes(uids: list[str]) -> np.ndarray:
+def _hashes(uids: list[str]) -> Int64Array:
     """int64 [n], the hash of each uid."""
     return np.fromiter(map(hash, uids), np.int64, len(uids))

@@ -80,7 +80,7 @@ class Snapshot:
         folder: the bundle's local folder.
         place: place in the label log behind the operations that are applied.
         changed_ids: ids of the labels that were changed since the export, by uid; None if deleted.
-        exported: finds the exported labels by uid; made when needed.
+        exported: looks up the exported labels by uid; built by the first look-up.
     """
 
     model: str
@@ -161,7 +161,7 @@ class Snapshot:
         """
         if not operations:
             return self
-        # This also makes the index of the exported labels, while there are no others.
+        # The first look-up builds `exported`. Later the retriever has labels that were added, too.
         old_ids = self.label_ids(operation.uid for operation in operations)
         changes = _LabelChanges(self, old_ids)
         for operation in operations:
