@@ -32,6 +32,11 @@ class AnswerableRows:
             hidden = Ragged.empty(num_queries)
         return cls(ids, hidden)
 
+    @property
+    def most_hidden(self) -> int:
+        """Hidden rows of the query that has the most."""
+        return int(self.hidden.lengths.max()) if len(self.hidden.values) else 0
+
     def for_queries(self, start: int, stop: int) -> AnswerableRows:
         """The same rows for the queries start .. stop - 1."""
         return AnswerableRows(self.ids, self.hidden.slice(start, stop))

@@ -152,7 +152,7 @@ def _few_query_keys(
     for query in range(len(queries)):
         hidden = rows.hidden[query]
         best = few_queries.best_rows(vectors, queries[query], num_keys, rows.ids, hidden)
-        new_keys = to_key_array(best.scores, best.ids)
+        new_keys = answer_keys(best.scores, best.ids)
         # The best keys so far fill the places for which there are too few rows.
         competing = np.concatenate([best_keys[query], new_keys])
         competing.sort()
@@ -185,8 +185,12 @@ def to_keys(score: Tensor, ids: Tensor) -> Tensor:
 def to_key_array(scores: Float32Array, ids: Int64Array) -> Int64Array:
     """As `to_keys`, in NumPy, which is faster at the few numbers of one query."""
     no_answer = np.isnan(scores) | (ids < 0)
-    scores = np.where(no_answer, np.float32(-np.inf), scores) + np.float32(0)
-    bits = _ordered(scores.view(np.int32))
+    return answer_keys(np.where(no_answer, np.float32(-np.inf), scores), ids)
+
+
+def answer_keys(scores: Float32Array, ids: Int64Array) -> Int64Array:
+    """As `to_key_array`, for answers alone: no score is NaN and no id negative."""
+    bits = _ordered((scores + np.float32(0)).view(np.int32))
     return (bits.astype(np.int64) << 32) | (LOW_BITS - ids)
 
 

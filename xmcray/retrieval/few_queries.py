@@ -81,6 +81,16 @@ def answer_at_once(
     return TopLabels(best_ids[None], scores[None])
 
 
+def best_first(rows: BestRows, k: int) -> TopLabels | None:
+    """The answer to one query: the k best rows, equal scores by lower id; None if there are less."""
+    if len(rows.ids) < k:
+        return None
+    scores = rows.scores + np.float32(0)  # turns -0.0, which equals 0.0, into 0.0
+    # The last key decides first.
+    order = np.lexsort((rows.ids, -scores))[:k]
+    return TopLabels(rows.ids[order][None], scores[order][None])
+
+
 def best_rows(
     vectors: Float32Array, query: Float32Array, k: int, ids: Int64Array, hidden: Int64Array
 ) -> BestRows:
@@ -98,13 +108,27 @@ def best_rows(
         return BestRows(*best)
     scores = _scores(vectors, query)
     scores[hidden] = -np.inf
-    rows = reaching_kth(scores, k)
-    has_too_few = len(rows) < min(k, len(scores))
-    if has_too_few or ids[rows].min(initial=0) < 0:
+    return best_scored(scores, np.arange(len(vectors)), k, ids)
+
+
+def best_scored(scores: Float32Array, rows: Int64Array, k: int, ids: Int64Array) -> BestRows:
+    """The k best of some rows, all that have the score of the k-th best, and few others.
+
+    Args:
+        scores: float32 [P], -inf for what is no answer; may change.
+        rows: int64 [P], the row of each score.
+        k: wanted rows; there are less if fewer can be answers.
+        ids: int64 [n], id of each row of the index; a row with a negative id is no answer.
+    """
+    places = reaching_kth(scores, k)
+    best_ids = ids[rows[places]]
+    has_too_few = len(places) < min(k, len(scores))
+    if has_too_few or best_ids.min(initial=0) < 0:
         # Some of the best rows are no answers. All ids are looked at only now, because that is rare.
-        scores[np.isnan(scores) | (ids < 0)] = -np.inf
-        rows = reaching_kth(scores, k)
-    return BestRows(ids[rows], scores[rows])
+        scores[np.isnan(scores) | (ids[rows] < 0)] = -np.inf
+        places = reaching_kth(scores, k)
+        best_ids = ids[rows[places]]
+    return BestRows(best_ids, scores[places])
 
 
 def _best_at_once(

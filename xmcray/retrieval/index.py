@@ -22,12 +22,14 @@ from xmcray.data.checked_files import read_array
 from xmcray.retrieval import ann, few_queries
 from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.retrieval.exact import (
+    answer_keys,
     as_tensor,
     empty_keys,
     exact_keys,
     from_keys,
     to_key_array,
 )
+from xmcray.retrieval.few_queries import BestRows
 from xmcray.retrieval.inverted_lists import InvertedLists
 from xmcray.retrieval.list_scan import scan_lists
 from xmcray.retrieval.readable import readable
@@ -41,6 +43,7 @@ MANY_QUERIES = 10_000
 FEW_LISTS = 16
 TUNE_K = 50  # answers for which the number of candidates is chosen; index_tuning.py
 CANDIDATE_FLOATS = 1 << 22  # vectors gathered at once when scores are made exact
+NO_ROWS = np.empty(0, np.int64)
 CANDIDATES_AT_ONCE = 1 << 24  # of all queries together, each with its score and key
 
 
@@ -141,13 +144,28 @@ class Index:
         """
         if ids is None:
             ids = self._positions
-        is_simple = len(queries) == 1 and hidden is None and (exact or self.is_exact)
-        if is_simple and self._searchable is not None:
-            answer = few_queries.answer_at_once(self._searchable, queries, k, ids)
+        if len(queries) == 1 and hidden is None:
+            answer = self._answer_at_once(queries, k, ids, exact)
             if answer is not None:
                 return answer
         rows = AnswerableRows.of(len(self), len(queries), ids, hidden)
         return from_keys(self.search_keys(queries, k, rows, exact))
+
+    def _answer_at_once(
+        self, queries: Float32Array, k: int, ids: Int64Array, exact: bool
+    ) -> TopLabels | None:
+        """The answer of `search` to one query, with few calls; None if it takes more of them."""
+        if self._searchable is None:
+            return None
+        if exact or self.is_exact:
+            return few_queries.answer_at_once(self._searchable, queries, k, ids)
+        if not self.proposes_candidates:
+            return None
+        width = self._num_candidates(k, 0)
+        if width == len(self):
+            return None
+        query = np.ascontiguousarray(queries, np.float32)
+        return few_queries.best_first(self._best_of_one(query, width, k, ids, NO_ROWS), k)
 
     @functools.cached_property
     def _searchable(self) -> Float32Array | None:
@@ -165,24 +183,35 @@ class Index:
         """As `search`, but sort keys int64 [Q, k] (see exact.py), which merge with other shards."""
         queries = np.ascontiguousarray(queries, np.float32)
         if exact or self.is_exact or not len(queries):
-            return exact_keys(self.vectors, queries, empty_keys(len(queries), k), rows)
-        # Hidden rows take places among the candidates, so that many more are proposed.
-        most_hidden = int(rows.hidden.lengths.max(initial=0))
-        num_needed = int(max(k, TUNE_K) / self.answered_share)
-        width = (num_needed + most_hidden) * self.candidates
-        limit = ann.most_candidates(self._faiss)
-        if limit is not None and width > limit:
-            self._warn_of_limit(width, limit)
-            # Fewer candidates for each answer are enough, but not fewer than answers.
-            width = limit if k + most_hidden <= limit else len(self)
-        # Candidates that are half of the rows cost more than comparing all rows.
-        if width >= len(self) // 2:
-            return exact_keys(self.vectors, queries, empty_keys(len(queries), k), rows)
+            return self._exact_keys(queries, k, rows)
+        width = self._num_candidates(k, rows.most_hidden)
+        if width == len(self):
+            return self._exact_keys(queries, k, rows)
+        if len(queries) <= few_queries.MOST_QUERIES and self._searchable is not None:
+            return self._few_query_keys(queries, width, k, rows)
         if self._shares_lists(len(queries)):
             keys = self.search_lists(queries, k, rows)
         else:
             keys = self.search_candidates(queries, width, k, rows)
         return self._completed(keys, queries, rows)
+
+    def _num_candidates(self, k: int, most_hidden: int) -> int:
+        """Candidates per query that FAISS should propose; all rows where it would be too many.
+
+        Args:
+            k: answers per query.
+            most_hidden: hidden rows of the query that has the most.
+        """
+        # Hidden rows take places among the candidates, so that many more are proposed.
+        num_needed = int(max(k, TUNE_K) / self.answered_share)
+        width = (num_needed + most_hidden) * self.candidates
+        limit = self._most_candidates
+        if limit is not None and width > limit:
+            self._warn_of_limit(width, limit)
+            # Fewer candidates for each answer are enough, but not fewer than answers.
+            width = limit if k + most_hidden <= limit else len(self)
+        # Candidates that are half of the rows cost more than comparing all rows.
+        return width if width < len(self) // 2 else len(self)
 
     def _shares_lists(self, num_queries: int) -> bool:
         """Whether so many queries share the work of their lists, with matrix products of the rows."""
@@ -203,10 +232,18 @@ class Index:
         incomplete = np.flatnonzero(last_scores == -np.inf)
         if len(incomplete):
             own_rows = AnswerableRows(rows.ids, rows.hidden.take(incomplete))
-            best = empty_keys(len(incomplete), keys.shape[1])
-            completed = exact_keys(self.vectors, queries[incomplete], best, own_rows)
+            completed = self._exact_keys(queries[incomplete], keys.shape[1], own_rows)
             keys[torch.from_numpy(incomplete)] = completed
         return keys
+
+    def _exact_keys(self, queries: Float32Array, k: int, rows: AnswerableRows) -> Tensor:
+        """Keys [Q, k] of the best of all rows."""
+        return exact_keys(self.vectors, queries, empty_keys(len(queries), k), rows)
+
+    @functools.cached_property
+    def _most_candidates(self) -> int | None:
+        """Candidates of a query that FAISS can propose; None if there is no limit."""
+        return ann.most_candidates(self._faiss)
 
     def _warn_of_limit(self, width: int, limit: int) -> None:
         """Says once that a search asked for more candidates than the index can propose."""
@@ -311,6 +348,48 @@ class Index:
         competing_rows = rows.selected(self.long_ids)
         return exact_keys(self._long_vectors, queries, best_QK, competing_rows)
 
+    def _few_query_keys(
+        self, queries: Float32Array, width: int, k: int, rows: AnswerableRows
+    ) -> Tensor:
+        """As `search_candidates`, one query after another, and complete."""
+        keys = np.empty((len(queries), k), np.int64)
+        for number in range(len(queries)):
+            query = queries[number : number + 1]
+            best = self._best_of_one(query, width, k, rows.ids, rows.hidden[number])
+            if len(best.ids) < k:
+                own_rows = rows.for_queries(number, number + 1)
+                keys[number] = self._exact_keys(query, k, own_rows)[0]
+            else:
+                best_keys = answer_keys(best.scores, best.ids)
+                best_keys.sort()
+                # The sort ascends, so the best keys are the last ones.
+                keys[number] = best_keys[::-1][:k]
+        return torch.from_numpy(keys)
+
+    def _best_of_one(
+        self, query: Float32Array, width: int, k: int, ids: Int64Array, hidden: Int64Array
+    ) -> BestRows:
+        """The best among `width` candidates of FAISS for one query and the long rows, in any order.
+
+        All of it is NumPy: for one query a call costs more than its work (benchmarks/one_query.py).
+
+        Args:
+            query: contiguous float32 [1, D].
+            width: candidates.
+            k: wanted rows; there are less if fewer can be answers.
+            ids: int64 [n], id of each row; a row with a negative id is no answer.
+            hidden: int64, positions of rows that are no answers.
+        """
+        row_1C = self._candidates(query, width)
+        score_1C = self.candidate_scores(query, row_1C)
+        # FAISS does not know the long rows.
+        long_scores = ann.inner_products(self._long_vectors.numpy(), query[0])
+        rows = np.concatenate([row_1C[0], self.long_ids])
+        scores = np.concatenate([score_1C[0], long_scores])
+        if len(hidden):
+            scores[np.isin(rows, hidden)] = -np.inf
+        return few_queries.best_scored(scores, rows, k, ids)
+
     def _candidates(self, queries: Float32Array, width: int) -> Int64Array:
         """int64 [Q, width], positions that FAISS proposes; -1 where it finds no more."""
         assert self._faiss is not None
@@ -375,44 +454,6 @@ class Index:
         return np.concatenate(scores)
 
 
-class ListIndex(Index):
-    """Rows in inverted lists, searched by torch alone on the device of the rows.
-
-    Args:
-        lists: the rows.
-    """
-
-    nprobe = 1
-
-    def __init__(self, lists: InvertedLists) -> None:
-        super().__init__(lists.vector_ND, None)
-        self._lists = lists
-        self._num_lists = len(lists.centroid_CD)
-
-    @property
-    def is_exact(self) -> bool:
-        """False: a query visits some lists only."""
-        return False
-
-    @property
-    def num_lists(self) -> int:
-        """Lists of rows near a centroid."""
-        return self._num_lists
-
-    def set_nprobe(self, nprobe: int) -> None:
-        """Sets the lists visited per query."""
-        self.nprobe = nprobe
-
-    def search_keys(
-        self, queries: Float32Array, k: int, rows: AnswerableRows, exact: bool = False
-    ) -> Tensor:
-        """As for other indexes."""
-        queries = np.ascontiguousarray(queries, np.float32)
-        if exact or not len(queries):
-            return exact_keys(self.vectors, queries, empty_keys(len(queries), k), rows)
-        return self._completed(self.search_lists(queries, k, rows), queries, rows)
-
-
 class _FilteredIndex(Index):
     """Another index, of whose rows a share can be answered."""
 
@@ -431,6 +472,10 @@ class _FilteredIndex(Index):
     def _lists(self) -> InvertedLists | None:
         # They take memory of all rows, so they are made once for all views.
         return self._whole._lists
+
+    @functools.cached_property
+    def _long_vectors(self) -> Tensor:
+        return self._whole._long_vectors
 
 
 class _RowSelection(Index):

@@ -8,11 +8,12 @@ import torch
 from xmcray.errors import ResourceError
 from xmcray.retrieval import ann
 from xmcray.retrieval.exact import as_tensor
-from xmcray.retrieval.index import Index, ListIndex
+from xmcray.retrieval.index import Index
 from xmcray.retrieval.index_spec import IndexSpec, num_lists, resolve_factory
 from xmcray.retrieval.index_tuning import TUNE_QUERIES, tune
 from xmcray.retrieval.inverted_lists import long_rows
 from xmcray.retrieval.kmeans import build_lists
+from xmcray.retrieval.list_index import ListIndex
 from xmcray.types import Float32Array
 
 # At most this share of the rows is in no list, namely those longer than so many medians.

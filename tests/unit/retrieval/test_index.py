@@ -181,15 +181,23 @@ def test_auto_fits_vectors_of_any_width(dim, monkeypatch):
     assert recall(found.ids, exact_search(rows, queries, 10).ids) > 0.9
 
 
-def test_short_codes_give_a_query_the_same_answers_alone_and_among_others(clustered):
+@pytest.mark.parametrize("factory", ["IVF16,PQ8x4fs", "HNSW16"])
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_query_has_the_same_answers_alone_and_among_others(clustered, factory, hides):
     rows, queries = clustered
-    index = build_index(rows, IndexSpec(factory="IVF16,PQ8x4fs"), threads=2)
-    among_others = index.search(queries, 10)
-    alone = [index.search(queries[row : row + 1], 10) for row in range(len(queries))]
-    np.testing.assert_array_equal(among_others.ids, np.concatenate([one.ids for one in alone]))
-    scores = np.concatenate([one.scores for one in alone])
-    # Products of long rows and many queries are added up in another order.
-    np.testing.assert_allclose(among_others.scores, scores, rtol=1e-6)
+    rows = rows.copy()
+    rows[1::2] = rows[::2]  # equal scores
+    ids = np.random.default_rng(1).permutation(len(rows))
+    ids[::7] = -1
+    hidden = [[query, 2 * query, len(rows) - 1] if hides else [] for query in range(len(queries))]
+    index = build_index(rows, IndexSpec(factory=factory), threads=2)
+    among_others = index.search(queries, 10, ids, Ragged.from_rows(hidden))
+    for query in range(len(queries)):
+        own_hidden = Ragged.from_rows([hidden[query]]) if hides else None
+        alone = index.search(queries[query : query + 1], 10, ids, own_hidden)
+        np.testing.assert_array_equal(alone.ids[0], among_others.ids[query])
+        # Products of long rows and many queries are added up in another order.
+        np.testing.assert_allclose(alone.scores[0], among_others.scores[query], rtol=1e-6)
 
 
 @pytest.mark.parametrize("num_queries", [1, 5])
