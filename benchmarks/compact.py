@@ -33,7 +33,7 @@ from xmcray.errors import ConfigError
 from xmcray.nn.compact import PRECISIONS, Int8Encoder, compacted
 from xmcray.nn.encoder import Encoder, load_encoder
 from xmcray.retrieval.exact import exact_search
-from xmcray.retrieval.index import TUNE_K, Index
+from xmcray.retrieval.index import Index
 from xmcray.retrieval.index_building import build_index
 from xmcray.retrieval.index_spec import IndexSpec, resolve_factory
 from xmcray.retrieval.index_tuning import TUNE_QUERIES
@@ -252,7 +252,7 @@ def index_way(
     made_s = time.perf_counter() - started
     name = resolve_factory(factory, *label_LD.shape)
     if index.candidates > 1:
-        name += f", {max(K, TUNE_K) * index.candidates} candidates"
+        name += f", {index.num_candidates(K)} candidates"
 
     def search(part: Ragged) -> Int64Array:
         rows = part.values

@@ -298,6 +298,12 @@ def lists_of(faiss_index: Any) -> Any | None:
         return None
 
 
+def transforms_rows(faiss_index: Any) -> bool:
+    """Whether it rotates, projects or scales rows and queries before it compares them."""
+    faiss = import_faiss()
+    return isinstance(faiss.downcast_index(faiss_index), faiss.IndexPreTransform)
+
+
 def read_lists(lists: Any) -> tuple[Float32Array, Int64Array, Int64Array]:
     """The inverted lists as arrays.
 

@@ -29,6 +29,7 @@ from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 # on a GPU.
 CPU_BLOCK = (256, 1 << 12)
 GPU_BLOCK = (1024, 1 << 17)
+CANDIDATE_FLOATS = 1 << 22  # of vectors gathered at once
 GROUP = 32  # columns of which only the maximum is compared at first
 LOW_BITS = 0x7FFFFFFF
 Bits = TypeVar("Bits", Tensor, npt.NDArray[np.int32])
@@ -159,6 +160,33 @@ def _few_query_keys(
         # The sort ascends, so the best keys are the last ones; the best of all comes first.
         keys[query] = competing[::-1][:num_keys]
     return torch.from_numpy(keys)
+
+
+def scores_on_device(vector_ND: Tensor, queries: Float32Array, row_QC: Int64Array) -> Float32Array:
+    """Inner products of queries and some rows, computed where the vectors are.
+
+    Args:
+        vector_ND: float32 [n, D].
+        queries: float32 [Q, D].
+        row_QC: int64 [Q, C], positions of the rows of each query; -1 for none.
+    Returns:
+        float32 [Q, C]; -inf where there is no row.
+    """
+    num_queries, width = row_QC.shape
+    device = vector_ND.device
+    all_row_QC = torch.from_numpy(row_QC).to(device)
+    query_QD = as_tensor(queries).to(device)
+    scores = [np.empty((0, width), np.float32)]
+    # In chunks of bounded memory.
+    chunk = max(1, CANDIDATE_FLOATS // (width * vector_ND.shape[1]))
+    for start in range(0, num_queries, chunk):
+        row_BC = all_row_QC[start : start + chunk]
+        query_BD = query_QD[start : start + chunk]
+        vector_BCD = vector_ND[row_BC.clamp_min(0)]
+        score_BC = (vector_BCD @ query_BD[:, :, None])[:, :, 0]
+        score_BC[row_BC < 0] = -torch.inf
+        scores.append(score_BC.cpu().numpy())
+    return np.concatenate(scores)
 
 
 def as_tensor(array: Float32Array | Int64Array, kind: type[np.generic] = np.float32) -> Tensor:

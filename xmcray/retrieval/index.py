@@ -27,6 +27,7 @@ from xmcray.retrieval.exact import (
     empty_keys,
     exact_keys,
     from_keys,
+    scores_on_device,
     to_key_array,
 )
 from xmcray.retrieval.few_queries import BestRows
@@ -41,8 +42,9 @@ BATCH_QUERIES = 256  # from here on lists are scanned with matrix products
 # Those of short codes from here on, if a query visits at most one list of so many.
 MANY_QUERIES = 10_000
 FEW_LISTS = 16
-TUNE_K = 50  # answers for which the number of candidates is chosen; index_tuning.py
-CANDIDATE_FLOATS = 1 << 22  # vectors gathered at once when scores are made exact
+# Fewer answers than these have as many candidates: the fewer there are, the more candidates one needs.
+FEW_ANSWERS = 10
+LEAST_CANDIDATES = 50  # of which some may be no answers
 NO_ROWS = np.empty(0, np.int64)
 CANDIDATES_AT_ONCE = 1 << 24  # of all queries together, each with its score and key
 
@@ -161,7 +163,7 @@ class Index:
             return few_queries.answer_at_once(self._searchable, queries, k, ids)
         if not self.proposes_candidates:
             return None
-        width = self._num_candidates(k, 0)
+        width = self.num_candidates(k)
         if width == len(self):
             return None
         query = np.ascontiguousarray(queries, np.float32)
@@ -184,7 +186,7 @@ class Index:
         queries = np.ascontiguousarray(queries, np.float32)
         if exact or self.is_exact or not len(queries):
             return self._exact_keys(queries, k, rows)
-        width = self._num_candidates(k, rows.most_hidden)
+        width = self.num_candidates(k, rows.most_hidden)
         if width == len(self):
             return self._exact_keys(queries, k, rows)
         if len(queries) <= few_queries.MOST_QUERIES and self._searchable is not None:
@@ -195,7 +197,7 @@ class Index:
             keys = self.search_candidates(queries, width, k, rows)
         return self._completed(keys, queries, rows)
 
-    def _num_candidates(self, k: int, most_hidden: int) -> int:
+    def num_candidates(self, k: int, most_hidden: int = 0) -> int:
         """Candidates per query that FAISS should propose; all rows where it would be too many.
 
         Args:
@@ -203,8 +205,8 @@ class Index:
             most_hidden: hidden rows of the query that has the most.
         """
         # Hidden rows take places among the candidates, so that many more are proposed.
-        num_needed = int(max(k, TUNE_K) / self.answered_share)
-        width = (num_needed + most_hidden) * self.candidates
+        num_needed = int(max(k, FEW_ANSWERS) / self.answered_share)
+        width = max(LEAST_CANDIDATES, (num_needed + most_hidden) * self.candidates)
         limit = self._most_candidates
         if limit is not None and width > limit:
             self._warn_of_limit(width, limit)
@@ -309,9 +311,15 @@ class Index:
 
     @functools.cached_property
     def _lists(self) -> InvertedLists | None:
-        """The lists of the FAISS index as arrays, or None if it has none or lies on a GPU."""
+        """The lists of the FAISS index as arrays, or None if they are not scanned here.
+
+        They are not if there are none, if they lie on a GPU, and if they are of rows that FAISS has
+        rotated or projected, as OPQ does: their centroids cannot be compared with queries.
+        """
         lists = ann.lists_of(self._faiss)
         if lists is None or not hasattr(lists, "invlists") or self.vectors.is_cuda:
+            return None
+        if ann.transforms_rows(self._faiss):
             return None
         centroids, row_ids, list_ids = ann.read_lists(lists)
         return InvertedLists.of(
@@ -325,6 +333,11 @@ class Index:
     @functools.cached_property
     def _long_vectors(self) -> Tensor:
         return self.vectors[torch.from_numpy(self.long_ids)]
+
+    @property
+    def scans_lists(self) -> bool:
+        """Whether `search_lists` can be used."""
+        return self._lists is not None
 
     def search_lists(self, queries: Float32Array, k: int, rows: AnswerableRows) -> Tensor:
         """Keys [Q, k] of the best rows of the visited lists and of the long rows."""
@@ -434,24 +447,10 @@ class Index:
         Returns:
             float32 [Q, width]; -inf where there is no candidate.
         """
-        device = self.vectors.device
-        if device.type == "cpu":
+        if self.vectors.device.type == "cpu":
             ann.use_threads(self.threads)
             return ann.candidate_scores(self.vectors.numpy(), queries, row_QC)
-        # Candidates are computed where the vectors are, in chunks of bounded memory.
-        num_queries, width = row_QC.shape
-        all_row_QC = torch.from_numpy(row_QC).to(device)
-        query_QD = as_tensor(queries).to(device)
-        scores = [np.empty((0, width), np.float32)]
-        chunk = max(1, CANDIDATE_FLOATS // (width * self.vectors.shape[1]))
-        for start in range(0, num_queries, chunk):
-            row_BC = all_row_QC[start : start + chunk]
-            query_BD = query_QD[start : start + chunk]
-            vector_BCD = self.vectors[row_BC.clamp_min(0)]
-            score_BC = (vector_BCD @ query_BD[:, :, None])[:, :, 0]
-            score_BC[row_BC < 0] = -torch.inf
-            scores.append(score_BC.cpu().numpy())
-        return np.concatenate(scores)
+        return scores_on_device(self.vectors, queries, row_QC)
 
 
 class _FilteredIndex(Index):

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.retrieval.exact import exact_search, from_keys
-from xmcray.retrieval.index import TUNE_K, Index
+from xmcray.retrieval.index import FEW_ANSWERS, Index
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.types import Float32Array
 
+TUNE_K = 50
 TUNE_QUERIES = 256
 CANDIDATE_STEPS = (2, 4, 8, 16)
+MOST_CANDIDATES = 64
 BREADTH_STEPS = (50, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 CODE_LOSS = 0.005  # recall that short codes may cost in addition to the lists
 
@@ -36,10 +38,10 @@ def tune(index: Index, queries: Float32Array, spec: IndexSpec) -> float:
     if index.is_graph:
         return tuning.choose_breadth()
     if not index.num_lists:
-        return tuning.choose_candidates(spec.recall)
+        return tuning.choose_candidates(spec.recall, spec.recall)
     recall = tuning.choose_nprobe()
     if index.proposes_candidates:
-        tuning.choose_candidates(recall - CODE_LOSS)
+        tuning.choose_candidates(recall - CODE_LOSS, tuning.recall_of_few() - CODE_LOSS)
     return recall
 
 
@@ -75,18 +77,29 @@ class _Tuning:
 
         def recall_at(nprobe: int) -> float:
             self.index.set_nprobe(nprobe)
-            return self._recall(self.index.search_lists(self.queries, self.k, self.all_rows))
+            return self._recall(self._best_of_lists(self.k))
 
         return self._first_step(steps, recall_at)
 
-    def choose_candidates(self, wanted_recall: float) -> float:
-        """Sets the number of candidates, which makes up for short codes; returns the recall."""
+    def recall_of_few(self) -> float:
+        """Recall of FEW_ANSWERS in the visited lists."""
+        return self._recall(self._best_of_lists(FEW_ANSWERS))
+
+    def choose_candidates(self, wanted: float, wanted_of_few: float) -> float:
+        """Sets the number of candidates per answer, which makes up for short codes.
+
+        Args:
+            wanted: recall of TUNE_K answers.
+            wanted_of_few: recall of FEW_ANSWERS, each of which takes more candidates.
+        Returns:
+            The recall of TUNE_K answers.
+        """
         steps = [self.spec.candidates] if self.spec.candidates else CANDIDATE_STEPS
         recall = 0.0
         for candidates in steps:
             self.index.candidates = candidates
-            recall = self._recall_of_candidates(self.k * candidates)
-            if recall >= wanted_recall:
+            recall = self._recall_of_candidates(self.k)
+            if recall >= wanted and self._recall_of_candidates(FEW_ANSWERS) >= wanted_of_few:
                 break
         return recall
 
@@ -100,19 +113,27 @@ class _Tuning:
         # The bisection may have ended at another step.
         return recall_at(steps[chosen])
 
-    def _recall_of_candidates(self, width: int) -> float:
-        """Recall of a search among so many candidates."""
-        return self._recall(
-            self.index.search_candidates(self.queries, width, self.k, self.all_rows)
-        )
+    def _best_of_lists(self, k: int) -> Tensor:
+        """Keys [Q, k] of the best rows of the visited lists."""
+        if self.index.scans_lists:
+            return self.index.search_lists(self.queries, k, self.all_rows)
+        # Of so many candidates hardly any row of the lists is missing.
+        width = k * MOST_CANDIDATES
+        return self.index.search_candidates(self.queries, width, k, self.all_rows)
+
+    def _recall_of_candidates(self, k: int) -> float:
+        """Recall of k answers."""
+        width = k * self.index.candidates
+        return self._recall(self.index.search_candidates(self.queries, width, k, self.all_rows))
 
     def _recall(self, keys: Tensor) -> float:
-        """Share of the exact answers that a search has."""
+        """Share of as many exact answers that a search has."""
         answer_ids = from_keys(keys).ids
+        exact_ids = self.exact_ids[:, : answer_ids.shape[1]]
         hits = 0
-        for query, query_ids in enumerate(self.exact_ids):
+        for query, query_ids in enumerate(exact_ids):
             hits += len(np.intersect1d(answer_ids[query], query_ids))
-        return hits / max(1, self.exact_ids.size)
+        return hits / max(1, exact_ids.size)
 
 
 def _nprobe_steps(num_lists: int) -> list[int]:

@@ -17,7 +17,15 @@ from xmcray.retrieval.index_building import build_index
 from xmcray.retrieval.index_spec import IndexSpec, resolve_factory
 from xmcray.types import Ragged
 
-FACTORIES = ["Flat", "IVF16,Flat", "IVF16,SQfp16", "IVF16,PQ8x4fs", "HNSW16", "SQ8"]
+FACTORIES = [
+    "Flat",
+    "IVF16,Flat",
+    "IVF16,SQfp16",
+    "IVF16,PQ8x4fs",
+    "RR16,IVF16,Flat",
+    "HNSW16",
+    "SQ8",
+]
 
 
 @pytest.fixture(scope="module")
