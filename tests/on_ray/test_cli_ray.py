@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from corpora import planted_corpus
 from planted import write_planted
 from processes import When, descendants, last_step
 from shell import run_command, set_options
@@ -66,10 +67,8 @@ def test_from_raw_text_to_answers(tmp_path: Path, capfd: pytest.CaptureFixture[s
 
 
 def test_more_workers_than_cpus(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    write_planted(tmp_path / "raw", num_queries=30, num_labels=10)
-    corpus, run = str(tmp_path / "corpus"), str(tmp_path / "run")
-    assert run_command(f"prepare {tmp_path}/raw --out {corpus}") == 0
-    capfd.readouterr()
+    corpus = planted_corpus(tmp_path, num_queries=30, num_labels=10).path
+    run = str(tmp_path / "run")
     assert run_command(f"train astra --data {corpus} --out {run} --workers 9") == 2
     expected = "error: 9 workers ask for 1 CPUs each, the cluster's nodes have 4; lower --workers or cluster.cpus_per_worker\n"
     assert capfd.readouterr().err == expected
@@ -77,10 +76,8 @@ def test_more_workers_than_cpus(tmp_path: Path, capfd: pytest.CaptureFixture[str
 
 
 def test_more_memory_than_there_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    write_planted(tmp_path / "raw", num_queries=30, num_labels=10)
-    corpus, run = str(tmp_path / "corpus"), str(tmp_path / "run")
-    assert run_command(f"prepare {tmp_path}/raw --out {corpus}") == 0
-    capfd.readouterr()
+    corpus = planted_corpus(tmp_path, num_queries=30, num_labels=10).path
+    run = str(tmp_path / "run")
     train = f"train astra --data {corpus} --out {run} --workers 1 --set negatives.hard=0"
     assert run_command(f"{train} --set encoder.dim=1000000000000000") == 2
     error = capfd.readouterr().err
