@@ -2,17 +2,22 @@
 
     python benchmarks/step_profile.py                                      # the embedded sample
     python benchmarks/step_profile.py --method prime --data cdnjs-keywords
+    python benchmarks/step_profile.py --minilm --out step_profile_minilm.md   # fine-tunes a transformer
 
 Each method trains in this process with its preset (of the sample, where a set has none of the method's own), and the
 functions of the library are wrapped from outside: a phase has the time within its functions, without that of phases
 called in them. What is averaged is one full cycle of refreshes, from the first epoch with hard negatives to the next
 version: hard negatives are in use, query vectors are collected and the index is built while training goes on.
 Checkpoints, validation and evaluation are no part of a step.
+
+With --minilm the encoder is MiniLM, with the settings of minilm.py. A few steps of small batches of short texts, without
+hard negatives, are averaged, because each takes a second or more.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import sys
 import tempfile
@@ -24,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import data_sets
+import minilm
 import numpy as np
 import torch
 from common import new_parser, refuse_if_busy, write_table
@@ -32,6 +38,7 @@ from xmcray import config as configs
 from xmcray import draws
 from xmcray.data.batches import BatchSampler, TrainingData
 from xmcray.data.corpus import Corpus
+from xmcray.data.sample import write_sample
 from xmcray.methods import rae
 from xmcray.methods.base import MethodContext
 from xmcray.methods.label_pool import LabelPool
@@ -52,6 +59,13 @@ LIMIT = 0.1  # of a step, for each phase that is not computing
 BUILDING = ("batch", "tokens", "draws", "label pool")
 BUILDING_LIMIT = 0.02  # of a step, for these phases together, where a core is free to build ahead
 WARM_STEPS = 20
+MODEL = data_sets.packaged_minilm()
+FINE_TUNED = ("encoder.dim=0", "optim.batch_size=32", "optim.lr=1e-4", "negatives.hard=0")
+FINE_TUNED_STEPS = 20
+
+
+class EnoughStepsError(Exception):
+    """Ends a training whose last measured step is done."""
 
 
 class Clock:
@@ -134,6 +148,9 @@ def main() -> None:
     parser.add_argument(
         "--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over the presets"
     )
+    parser.add_argument(
+        "--minilm", action="store_true", help="a transformer in place of the static encoder"
+    )
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
     arguments = parser.parse_args()
     load = refuse_if_busy(arguments.anyway)
@@ -144,6 +161,8 @@ def main() -> None:
     notes = []
     for name in arguments.data:
         corpus = data_sets.corpus(name)
+        if arguments.minilm and corpus:
+            corpus = short_texts(name)
         for method in arguments.method if corpus else []:
             config, preset = settings(method, name, arguments)
             steps, share = profile(corpus, config, clock)
@@ -168,6 +187,9 @@ def main() -> None:
                 f"{name}, {method}: {len(steps)} steps of {config.optim.batch_size} queries, {preset}; {label}"
             )
             print(" ".join(map(str, rows[-1])), flush=True)
+    encoder = "static encoder, means over a cycle of refreshes"
+    if arguments.minilm:
+        encoder = f"MiniLM, means over {FINE_TUNED_STEPS} steps, {' '.join(FINE_TUNED)}"
     header = [
         "set",
         "method",
@@ -181,32 +203,45 @@ def main() -> None:
         f" {100 * BUILDING_LIMIT:.0f} % ({', '.join(BUILDING)}, as far as training does it or waits for it)",
         "batch: the wait for batches that are built ahead; draws: positives, hard and uniform negatives, dropout masks;"
         " label pool: which labels are columns, and which pairs are positive; log: the loss as a number, records",
-        f"static encoder, {arguments.device}, {arguments.threads} thread(s); means over a cycle of refreshes",
+        f"{encoder}, {arguments.device}, {arguments.threads} thread(s)",
         load,
     ]
     write_table(arguments.out, "Where the time of a step goes", header, rows, notes)
 
 
+def short_texts(name: str) -> Corpus:
+    """A set in MiniLM's tokens, 32 of each text."""
+    raw = write_sample if name == "sample" else data_sets.DATA / name
+    return data_sets.prepared(f"{name}-minilm-32", raw, tokenizer=MODEL, max_len=32)
+
+
 def settings(method: str, name: str, arguments: argparse.Namespace) -> tuple[RunConfig, str]:
     """The preset of a set, else the method's of the sample, else its defaults with ASTRA's encoder of the sample."""
+    overrides = arguments.override
     preset_name = next(
         (p for p in (f"{method}/{name}", f"{method}/sample") if p in configs.presets()), ""
     )
-    values = configs.load_yaml(f"preset:{preset_name or 'astra/sample'}")
-    if not preset_name:
-        values = {section: values[section] for section in ("encoder", "optim")}
-    base = RunConfig.resolve(method, values, arguments.override).negatives
+    if arguments.minilm:
+        described = "settings of minilm.py"
+        values: dict[str, Any] = {"encoder": {"name": MODEL}}
+        overrides = [*FINE_TUNED, *minilm.SETTINGS[method], *overrides]
+    elif preset_name:
+        described = f"preset {preset_name}"
+        values = configs.load_yaml(f"preset:{preset_name}")
+    else:
+        described = "default settings of the method"
+        sample = configs.load_yaml("preset:astra/sample")
+        values = {section: sample[section] for section in ("encoder", "optim")}
+    base = RunConfig.resolve(method, values, overrides).negatives
     common = [
         f"optim.epochs={base.start_epoch + base.refresh_every + 1}",
         "data.validation=0",
         "cluster.workers=0",
         "log.validate_every=0",
         f"log.checkpoint_every={10**9}",
-        *arguments.override,
+        *overrides,
     ]
-    return RunConfig.resolve(
-        method, values, common
-    ), f"preset {preset_name}" if preset_name else "default settings of the method"
+    return RunConfig.resolve(method, values, common), described
 
 
 def profile(corpus: Corpus, config: RunConfig, clock: Clock) -> tuple[np.ndarray, dict[str, float]]:
@@ -217,6 +252,9 @@ def profile(corpus: Corpus, config: RunConfig, clock: Clock) -> tuple[np.ndarray
     plan = config.negatives
     first = max(WARM_STEPS, plan.start_epoch * per_epoch)
     last = first + plan.refresh_every * per_epoch
+    if config.encoder.name:
+        first = WARM_STEPS
+        last = first + FINE_TUNED_STEPS
     ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder), "profile", config, corpus.origin, corpus.sha256)
@@ -230,10 +268,12 @@ def profile(corpus: Corpus, config: RunConfig, clock: Clock) -> tuple[np.ndarray
                 ends.append(time.perf_counter())
             if step == last:
                 kept.update(clock.seconds)
+                raise EnoughStepsError
 
         kept: Counter[str] = Counter()
         try:
-            loops.Loop(run, setup, refresher, on_step).train()
+            with contextlib.suppress(EnoughStepsError):
+                loops.Loop(run, setup, refresher, on_step).train()
         finally:
             refresher.close()
     total = sum(kept.values())
