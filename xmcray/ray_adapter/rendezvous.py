@@ -22,7 +22,7 @@ from ray.train.torch import TorchConfig
 from xmcray.ray_adapter.cluster import alive_nodes
 
 LOOPBACK = "127.0.0.1"
-_LEAVE_S = 5.0  # a frozen worker never does
+_LEAVE_S = 5.0  # for all workers to leave the group; a frozen one never does
 
 
 def torch_config(backend: str, timeout_s: int, store: str) -> TorchConfig:

@@ -42,9 +42,9 @@ BATCH_QUERIES = 256  # from here on lists are scanned with matrix products
 # Those of short codes from here on, if a query visits at most one list of so many.
 MANY_QUERIES = 10_000
 FEW_LISTS = 16
-# Fewer answers than these have as many candidates: the fewer there are, the more candidates one needs.
+# A search for fewer answers has the candidates of one for so many, because each answer needs more.
 FEW_ANSWERS = 10
-LEAST_CANDIDATES = 50  # of which some may be no answers
+LEAST_CANDIDATES = 50  # of a query; some of them may be labels that cannot be answered
 NO_ROWS = np.empty(0, np.int64)
 CANDIDATES_AT_ONCE = 1 << 24  # of all queries together, each with its score and key
 

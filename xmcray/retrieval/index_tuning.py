@@ -14,10 +14,10 @@ from xmcray.retrieval.index import FEW_ANSWERS, Index
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.types import Float32Array
 
-TUNE_K = 50
+TUNE_K = 50  # answers whose recall `IndexSpec.recall` states
 TUNE_QUERIES = 256
 CANDIDATE_STEPS = (2, 4, 8, 16)
-MOST_CANDIDATES = 64
+MOST_CANDIDATES = 64  # per answer, where all rows of the visited lists are wanted
 BREADTH_STEPS = (50, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 CODE_LOSS = 0.005  # recall that short codes may cost in addition to the lists
 
