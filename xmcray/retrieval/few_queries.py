@@ -108,26 +108,25 @@ def best_rows(
         return BestRows(*best)
     scores = _scores(vectors, query)
     scores[hidden] = -np.inf
-    return best_scored(scores, np.arange(len(vectors)), k, ids)
+    return best_scored(scores, k, ids)
 
 
-def best_scored(scores: Float32Array, rows: Int64Array, k: int, ids: Int64Array) -> BestRows:
+def best_scored(scores: Float32Array, k: int, ids: Int64Array) -> BestRows:
     """The k best of some rows, all that have the score of the k-th best, and few others.
 
     Args:
         scores: float32 [P], -inf for what is no answer; may change.
-        rows: int64 [P], the row of each score.
         k: wanted rows; there are less if fewer can be answers.
-        ids: int64 [n], id of each row of the index; a row with a negative id is no answer.
+        ids: int64 [P], the id of each score's row; a row with a negative id is no answer.
     """
     places = reaching_kth(scores, k)
-    best_ids = ids[rows[places]]
+    best_ids = ids[places]
     has_too_few = len(places) < min(k, len(scores))
     if has_too_few or best_ids.min(initial=0) < 0:
         # Some of the best rows are no answers. All ids are looked at only now, because that is rare.
-        scores[np.isnan(scores) | (ids[rows] < 0)] = -np.inf
+        scores[np.isnan(scores) | (ids < 0)] = -np.inf
         places = reaching_kth(scores, k)
-        best_ids = ids[rows[places]]
+        best_ids = ids[places]
     return BestRows(best_ids, scores[places])
 
 

@@ -401,7 +401,7 @@ class Index:
         scores = np.concatenate([score_1C[0], long_scores])
         if len(hidden):
             scores[np.isin(rows, hidden)] = -np.inf
-        return few_queries.best_scored(scores, rows, k, ids)
+        return few_queries.best_scored(scores, k, ids[rows])
 
     def _candidates(self, queries: Float32Array, width: int) -> Int64Array:
         """int64 [Q, width], positions that FAISS proposes; -1 where it finds no more."""
