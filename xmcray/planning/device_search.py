@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from xmcray.planning.rates import Rates
 from xmcray.retrieval import inverted_lists, list_scan
-from xmcray.retrieval.ann import KMEANS_ROUNDS, TRAIN_ROWS_PER_LIST
+from xmcray.retrieval.ann_create import KMEANS_ROUNDS, TRAIN_ROWS_PER_LIST
 from xmcray.retrieval.exact import GPU_BLOCK, GROUP
 from xmcray.retrieval.index_building import LONG_SHARE
 from xmcray.retrieval.index_tuning import TUNE_QUERIES
@@ -62,7 +62,7 @@ class DeviceSearch:
     def build_s(self) -> float:
         """k-means on a sample, then every row to its list."""
         sample = min(self.rows, TRAIN_ROWS_PER_LIST * self.lists)
-        return self._scores_s(self.lists * (KMEANS_ROUNDS * sample + self.rows))
+        return self._scores_s(self.lists * ((KMEANS_ROUNDS + 1) * sample + self.rows))
 
     def search_s(self, spread: Spread) -> float:
         """Queries against the rows of the lists that they visit, or against all rows."""

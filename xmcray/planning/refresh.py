@@ -12,7 +12,7 @@ from xmcray.negatives.plan import NegativesConfig
 from xmcray.planning.device_search import TUNE_VISITS, DeviceSearch, Spread
 from xmcray.planning.rates import Rates
 from xmcray.planning.sizes import ID, VALUE, shortlist_bytes
-from xmcray.retrieval.ann import KMEANS_ROUNDS, TRAIN_ROWS_PER_LIST
+from xmcray.retrieval.ann_create import KMEANS_ROUNDS, TRAIN_ROWS_PER_LIST
 from xmcray.retrieval.index_spec import num_lists
 from xmcray.retrieval.index_tuning import TUNE_QUERIES
 
@@ -49,8 +49,8 @@ class Refresh:
         if self.on_device:
             return self._on_device().build_s()
         sample = min(self.rows, TRAIN_ROWS_PER_LIST * self.lists)
-        # The last round is for the residuals that codes are made of.
-        assigned = (KMEANS_ROUNDS + 1) * sample + self.rows
+        # Two more rounds are for the means of lists, and for the residuals that codes are made of.
+        assigned = (KMEANS_ROUNDS + 2) * sample + self.rows
         return 2.0 * self.dim * self.lists * assigned / self.rates.build_flop_s
 
     def search_s(self, spread: Spread) -> float:

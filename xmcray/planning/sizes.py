@@ -8,7 +8,7 @@ import re
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.permutations import MAX_STORED_SIZE
 from xmcray.planning.data_size import DataSize
-from xmcray.retrieval.ann import TRAIN_ROWS_PER_LIST
+from xmcray.retrieval.ann_create import TRAIN_ROWS_PER_LIST
 from xmcray.retrieval.index_spec import num_lists, resolve_factory
 
 ID = 8  # bytes of an int64

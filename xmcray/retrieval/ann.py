@@ -1,4 +1,7 @@
-"""Every call of FAISS: creating, tuning, writing and reading its indexes. Files are not trusted."""
+"""Every call of FAISS but those that create an index: searching, tuning, writing and reading.
+
+Files are not trusted.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,8 @@ import numpy as np
 from xmcray.errors import BundleError, ConfigError, ResourceError, one_line
 from xmcray.types import Float32Array, Int64Array, are_ids
 
-TRAIN_ROWS_PER_LIST = 64
-KMEANS_ROUNDS = 8
 GPU_CANDIDATES = 2048  # of a query that an index on a GPU can select
 MAX_LISTS = 1 << 22
-MOST_LINKS = 1024  # of a row in a graph
 TABLE_BYTES = 1 << 28  # for tables that FAISS computes while reading, which count as well
 # How the file of a plain graph begins: kind, dim, rows, two unused numbers, is trained, metric.
 GRAPH_HEADER = struct.Struct("<4siqqq?i")
@@ -133,81 +133,6 @@ def candidate_scores(
         num_candidates,
     )
     return scores
-
-
-def create(
-    rows: Float32Array, ids: Int64Array | None, factory: str, seed: int, threads: int
-) -> Any:
-    """A trained FAISS index that holds `rows`, the same whatever the timing of threads.
-
-    Args:
-        rows: float32 [n, D].
-        ids: int64 [n], ids of the rows in an index with lists; positions if not given.
-        factory: FAISS factory string.
-        seed: seed of the training sample and of k-means.
-        threads: threads that build the index.
-    Raises:
-        ConfigError: FAISS does not accept the factory string for these rows.
-    """
-    faiss = import_faiss()
-    # The graph of HNSW depends on the order of insertion, which is random with several threads.
-    faiss.omp_set_num_threads(1 if "HNSW" in factory else threads)
-    num_rows, dim = rows.shape
-    plain_graph = re.fullmatch(r"HNSW(\d+)(,Flat)?", factory)
-    try:
-        _check_numbers(factory)
-        if plain_graph and ids is None:
-            return _create_graph(rows, int(plain_graph[1]))
-        faiss_index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
-        faiss_index.train(_training_rows(faiss_index, rows, seed))
-        if ids is None:
-            faiss_index.add(rows)
-        else:
-            faiss_index.add_with_ids(rows, ids)
-    except (RuntimeError, ValueError, AssertionError, MemoryError) as error:
-        raise ConfigError(
-            f"index factory {factory!r} does not fit {num_rows} vectors of width {dim} ({_reason(error)}); use auto"
-        ) from None
-    return faiss_index
-
-
-def _check_numbers(factory: str) -> None:
-    """Raises ValueError for numbers by which FAISS would crash, or answer nothing."""
-    for num_links in re.findall(r"HNSW(\d+)", factory):
-        if not 2 <= int(num_links) <= MOST_LINKS:
-            raise ValueError(f"{num_links} links of a row, expected 2 to {MOST_LINKS}")
-    for num_lists in re.findall(r"IVF(\d+)", factory):
-        if int(num_lists) == 0:
-            raise ValueError("0 lists, expected at least 1")
-
-
-def _create_graph(rows: Float32Array, num_links: int) -> Any:
-    """An HNSW graph over rows that it refers to and does not copy.
-
-    FAISS links rows by inner product if that is the metric. Long rows then get the links, and the
-    searches of others end before they are found: recall@50 stays below 0.96 whatever the breadth
-    (docs/serving.md). So the links are made by distance, after each row got one more number that
-    makes all rows equally long. For a query, whose number there is 0, the nearest of those rows
-    have the largest inner products (Bachrach et al. 2014, "Speeding up the Xbox recommender
-    system"). The search itself computes inner products of the rows as they are.
-
-    Args:
-        rows: contiguous float32 [n, D].
-        num_links: links per row on each layer but the lowest, which has twice as many.
-    """
-    faiss = import_faiss()
-    num_rows, dim = rows.shape
-    squares = np.einsum("nd,nd->n", rows, rows)
-    missing = np.sqrt(squares.max() - squares)
-    level_rows = np.concatenate([rows, missing[:, None]], axis=1, dtype=np.float32)
-    by_distance = faiss.IndexHNSWFlat(dim + 1, num_links, faiss.METRIC_L2)
-    by_distance.add(level_rows)
-    graph = faiss.IndexHNSWFlat(dim, num_links, faiss.METRIC_INNER_PRODUCT)
-    graph.hnsw = by_distance.hnsw
-    graph.hnsw.is_similarity = True
-    graph.ntotal = num_rows
-    refer_to(graph, rows)
-    return graph
 
 
 def is_plain_graph(faiss_index: Any) -> bool:
@@ -346,7 +271,7 @@ def to_gpu(faiss_index: Any, gpu: int) -> Any:
         return faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), gpu, faiss_index)
     except RuntimeError as error:
         raise ConfigError(
-            f"this index cannot run on a GPU ({_reason(error)}); use index.factory=auto"
+            f"this index cannot run on a GPU ({failure_reason(error)}); use index.factory=auto"
         ) from None
 
 
@@ -402,7 +327,7 @@ def read(path: Path, rows: int, dim: int) -> Any:
             faiss_index = faiss.read_index(str(path), flags)
         except (RuntimeError, MemoryError, ValueError, AssertionError) as error:
             raise BundleError(
-                f"{path} is not a readable FAISS index ({_reason(error)}); export it again"
+                f"{path} is not a readable FAISS index ({failure_reason(error)}); export it again"
             ) from None
         finally:
             faiss.set_deserialization_vector_byte_limit(before[0])
@@ -467,24 +392,8 @@ def check_ids(faiss_index: Any, rows: int, path: Path) -> None:
         raise BundleError(f"{path} names rows outside 0 to {rows - 1}; export it again")
 
 
-def _training_rows(faiss_index: Any, rows: Float32Array, seed: int) -> Float32Array:
-    """A seeded sample that is large enough for k-means; also sets k-means up."""
-    lists = lists_of(faiss_index)
-    if lists is None:
-        num_samples = 1 << 16
-    else:
-        lists.cp.seed = 1 + seed % 1_000_000
-        lists.cp.niter = KMEANS_ROUNDS
-        lists.cp.min_points_per_centroid = 1
-        lists.cp.max_points_per_centroid = TRAIN_ROWS_PER_LIST
-        num_samples = TRAIN_ROWS_PER_LIST * int(lists.nlist)
-    if num_samples >= len(rows):
-        return rows
-    sample = np.random.default_rng(seed).choice(len(rows), num_samples, replace=False)
-    return rows[np.sort(sample)]
-
-
-def _reason(error: BaseException) -> str:
+def failure_reason(error: BaseException) -> str:
+    """What an exception of FAISS says, without where in its sources it was raised."""
     # FAISS: "Error in FUNCTION at FILE:LINE: Error: 'CONDITION' failed: MESSAGE"
     message = re.split(r"failed:|\.(?:cpp|h):\d+:", one_line(error, 10_000))[-1].strip(" :'")
     return message[:160] or type(error).__name__

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from xmcray.errors import ResourceError
-from xmcray.retrieval import ann
+from xmcray.retrieval import ann, ann_create
 from xmcray.retrieval.exact import as_tensor
 from xmcray.retrieval.index import Index
 from xmcray.retrieval.index_spec import IndexSpec, num_lists, resolve_factory
@@ -61,9 +61,9 @@ def build_index(
         long_ids = long_rows(rows, LONG_SHARE, LONG_RATIO)
     if len(long_ids):
         listed_ids = np.setdiff1d(np.arange(num_rows), long_ids, assume_unique=True)
-        faiss_index = ann.create(rows[listed_ids], listed_ids, factory, spec.seed, threads)
+        faiss_index = ann_create.create(rows[listed_ids], listed_ids, factory, spec.seed, threads)
     else:
-        faiss_index = ann.create(rows, None, factory, spec.seed, threads)
+        faiss_index = ann_create.create(rows, None, factory, spec.seed, threads)
     ann.set_search(faiss_index, spec.nprobe, spec.ef_search or CODES_BREADTH)
     index = Index(as_tensor(rows), faiss_index, long_ids=long_ids, threads=threads)
     tune(index, _tuning_queries(queries, rows, spec.seed), spec)

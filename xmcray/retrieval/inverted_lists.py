@@ -92,7 +92,8 @@ class InvertedLists:
 
     Attributes:
         vector_ND: float32, all N rows by position.
-        centroid_CD: float32, one centroid per list of rows that are not long.
+        centroid_CD: float32, one centroid per list of rows that are not long: the mean of its rows in a
+            sample.
         size_A: int64, rows of each list.
         row_ids: int64, positions of all rows, list after list. The last row of a list is repeated
             until the list has whole groups.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from xmcray.retrieval.ann import KMEANS_ROUNDS, TRAIN_ROWS_PER_LIST
+from xmcray.retrieval.ann_create import KMEANS_ROUNDS, TRAIN_ROWS_PER_LIST
 from xmcray.retrieval.exact import as_tensor
 from xmcray.retrieval.inverted_lists import InvertedLists, limits_of
 from xmcray.types import Int64Array
@@ -40,30 +40,44 @@ def build_lists(
 
 
 def _centroids(sample_SD: Tensor, num_lists: int) -> Tensor:
-    """float32 [C, D], unit vectors, by spherical k-means as in FAISS for inner products."""
+    """float32 [C, D], the means of clusters that spherical k-means makes.
+
+    They say which lists to visit, as in ann_create.py.
+    """
     # The sample is in random order, so its first rows are a random choice.
-    centroid_CD = nn.functional.normalize(sample_SD[:num_lists], dim=1)
+    unit_CD = nn.functional.normalize(sample_SD[:num_lists], dim=1)
     # A GPU adds the rows of a list in an arbitrary order, and a sum of floats depends on the order. A
     # sum of integers does not. So elements become integers up to 2^32, of which 2^31 can be added in 64
     # bits.
     scale = 2.0**32 / sample_SD.abs().max().clamp_min(1e-30)
     integer_SD = (sample_SD.double() * scale).long()
     for _ in range(KMEANS_ROUNDS):
-        list_S = _nearest(sample_SD, centroid_CD)
-        sum_CD = torch.zeros(centroid_CD.shape, dtype=torch.int64, device=sample_SD.device)
-        sum_CD.index_add_(0, list_S, integer_SD)
-        mean_CD = nn.functional.normalize(sum_CD.double(), dim=1).float()
+        sum_CD = _sums(integer_SD, _nearest(sample_SD, unit_CD), num_lists)
+        new_unit_CD = nn.functional.normalize(sum_CD.double(), dim=1).float()
         # The centroid of a list without rows stays where it is.
         is_empty_C1 = (sum_CD == 0).all(dim=1, keepdim=True)
-        centroid_CD = torch.where(is_empty_C1, centroid_CD, mean_CD)
-    return centroid_CD
+        unit_CD = torch.where(is_empty_C1, unit_CD, new_unit_CD)
+    list_S = _nearest(sample_SD, unit_CD)
+    size_C1 = torch.bincount(list_S, minlength=num_lists)[:, None]
+    mean_CD = _sums(integer_SD, list_S, num_lists) / (scale * size_C1.clamp_min(1)).double()
+    return torch.where(size_C1 == 0, unit_CD, mean_CD.float())
+
+
+def _sums(integer_SD: Tensor, list_S: Tensor, num_lists: int) -> Tensor:
+    """int64 [C, D], the sum of each list's rows."""
+    sum_CD = torch.zeros(
+        (num_lists, integer_SD.shape[1]), dtype=torch.int64, device=integer_SD.device
+    )
+    return sum_CD.index_add_(0, list_S, integer_SD)
 
 
 def _nearest(vector_ND: Tensor, centroid_CD: Tensor) -> Tensor:
-    """int64 [N], the list of each row: the one whose centroid has the largest inner product."""
+    """int64 [N], the list of each row: the one with the nearest centroid."""
+    # |x - c|^2 = |x|^2 - 2 (x c - |c|^2 / 2). The nearest centroid has the largest bracket.
+    offset_C = -0.5 * (centroid_CD * centroid_CD).sum(dim=1)
     num_rows = max(1, limits_of(vector_ND).scores // len(centroid_CD))
     nearest = []
     for vector_RD in vector_ND.split(num_rows):
-        score_RC = vector_RD @ centroid_CD.T
+        score_RC = torch.addmm(offset_C, vector_RD, centroid_CD.T)
         nearest.append(score_RC.argmax(dim=1))
     return torch.cat(nearest)

@@ -10,7 +10,7 @@ import torch
 
 import xmcray.retrieval.index as index_module
 from xmcray.errors import BundleError, ConfigError, ResourceError
-from xmcray.retrieval import ann, index_spec, inverted_lists
+from xmcray.retrieval import ann, ann_create, index_spec, inverted_lists
 from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index import Index
 from xmcray.retrieval.index_building import build_index
@@ -320,7 +320,7 @@ def test_more_candidates_than_a_gpu_selects_are_warned_of_once(clustered, monkey
     rows, queries = clustered
     monkeypatch.setattr(ann, "GPU_CANDIDATES", 100)
     monkeypatch.setattr(faiss, "GpuIndex", IndexOnGpu, raising=False)
-    on_host = ann.create(rows, None, "IVF16,Flat", 0, 1)
+    on_host = ann_create.create(rows, None, "IVF16,Flat", 0, 1)
     ann.set_search(on_host, 16, 0)
     index = Index(torch.from_numpy(rows), IndexOnGpu(on_host), candidates=2)
     for k in (60, 120):  # of 120 and 240 candidates

@@ -8,7 +8,7 @@ from numpy.testing import assert_array_equal
 from xmcray.retrieval import index_spec, inverted_lists
 from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.retrieval.exact import empty_keys, exact_keys, exact_search
-from xmcray.retrieval.index_building import index_of_lists
+from xmcray.retrieval.index_building import build_index, index_of_lists
 from xmcray.retrieval.index_spec import IndexSpec, num_lists
 from xmcray.retrieval.inverted_lists import InvertedLists, Limits
 from xmcray.retrieval.kmeans import build_lists
@@ -147,8 +147,39 @@ def test_every_row_is_in_one_list_the_nearest_one() -> None:
 
     centroid_CD = lists.centroid_CD.numpy()
     for number, members in enumerate(members_of[:64]):
-        product_MC = rows[members] @ centroid_CD.T
-        assert (product_MC.argmax(axis=1) == number).all()
+        difference_MCD = rows[members][:, None] - centroid_CD
+        distance_MC = np.linalg.norm(difference_MCD, axis=2)
+        assert (distance_MC.argmin(axis=1) == number).all()
+
+
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("made_by", ["faiss", "torch"])
+def test_few_lists_of_rows_with_a_common_direction_have_the_answers(made_by: str) -> None:
+    """Rows of a classifier share a direction and differ in length, which unit centroids do not show."""
+    rng = np.random.default_rng(0)
+    centres = rng.standard_normal((60, 16), np.float32)
+    centres /= np.linalg.norm(centres, axis=1, keepdims=True)
+    lengths = rng.uniform(2, 6, (60, 1)).astype(np.float32)
+    rows = (lengths * centres)[rng.integers(60, size=6000)]
+    rows += np.float32(0.5) * rng.standard_normal(rows.shape, np.float32)
+    rows[:, 0] += 8
+    queries = centres[rng.integers(60, size=300)]
+    queries += np.float32(0.2) * rng.standard_normal(queries.shape, np.float32)
+    queries[:, 0] -= 4
+
+    if made_by == "faiss":
+        spec = IndexSpec(factory="IVF128,Flat", nprobe=16, candidates=2)
+        index = build_index(rows, spec, queries=queries)
+    else:
+        index = index_of_lists(rows, IndexSpec(nprobe=16), CPU, queries)
+
+    assert index.num_lists == 128
+    found = index.search(queries, 10).ids
+    expected = exact_search(rows, queries, 10).ids
+    num_hits = 0
+    for ids, expected_ids in zip(found, expected, strict=True):
+        num_hits += len(np.intersect1d(ids, expected_ids))
+    assert num_hits / expected.size >= 0.95
 
 
 @pytest.mark.usefixtures("many")
