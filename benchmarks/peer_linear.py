@@ -51,6 +51,9 @@ def main() -> None:
     if arguments.speed:
         final = tool.Linear(tool.texts(train), label_texts, positives, arguments.threads)
         figures = speed(final, tool.texts(test), arguments.threads)
+        hidden = tool.filters(f"{data}/filter_labels_tst.txt", len(test), len(labels))
+        ids = tool.best(final.linear(tool.texts(test)), hidden, depth=1)
+        figures["P@1"] = precision_at_1(ids[:, 0], tool.truth(test, len(labels)))
         (arguments.out / "speed.json").write_text(json.dumps(figures), encoding="utf-8")
         return
     weights = chosen_weights(tool, data, train, label_texts, positives, arguments.threads)
@@ -129,6 +132,14 @@ def speed(final: Any, queries: list[str], threads: int) -> dict[str, float]:
         single_ms.append(1000 * (time.perf_counter() - started))
     median, slow = np.percentile(single_ms, [50, 99])
     return {"texts_per_s": len(queries) / bulk_s, "p50_ms": float(median), "p99_ms": float(slow)}
+
+
+def precision_at_1(best_ids: Any, positives: Any) -> float:
+    """Percentage of the queries whose best label is one of their positives."""
+    import numpy as np
+
+    is_hit = positives[np.arange(len(best_ids)), best_ids]
+    return 100 * float(np.asarray(is_hit).mean())
 
 
 def write_answers(tool: Any, path: Path, scores: Any, hidden: Any) -> None:
