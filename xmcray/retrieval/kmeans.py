@@ -59,15 +59,14 @@ def _centroids(sample_SD: Tensor, num_lists: int) -> Tensor:
         unit_CD = torch.where(is_empty_C1, unit_CD, new_unit_CD)
     list_S = _nearest(sample_SD, unit_CD)
     size_C1 = torch.bincount(list_S, minlength=num_lists)[:, None]
-    mean_CD = _sums(integer_SD, list_S, num_lists) / (scale * size_C1.clamp_min(1)).double()
-    return torch.where(size_C1 == 0, unit_CD, mean_CD.float())
+    sum_CD = _sums(integer_SD, list_S, num_lists).double()
+    mean_CD = (sum_CD / scale / size_C1.clamp_min(1)).float()
+    return torch.where(size_C1 == 0, unit_CD, mean_CD)
 
 
 def _sums(integer_SD: Tensor, list_S: Tensor, num_lists: int) -> Tensor:
     """int64 [C, D], the sum of each list's rows."""
-    sum_CD = torch.zeros(
-        (num_lists, integer_SD.shape[1]), dtype=torch.int64, device=integer_SD.device
-    )
+    sum_CD = integer_SD.new_zeros((num_lists, integer_SD.shape[1]))
     return sum_CD.index_add_(0, list_S, integer_SD)
 
 
