@@ -15,6 +15,7 @@ from xmcray.retrieval.ann import (
     refer_to,
     transforms_rows,
 )
+from xmcray.retrieval.inverted_lists import are_equally_long
 from xmcray.types import Float32Array, Int64Array
 
 TRAIN_ROWS_PER_LIST = 64
@@ -124,18 +125,21 @@ def _training_rows(faiss_index: Any, rows: Float32Array, seed: int) -> Float32Ar
 def _train_centroids(lists: Any, sample_SD: Float32Array) -> None:
     """Clusters a sample of rows, and makes the mean of each cluster the centroid of a list.
 
-    For inner products FAISS itself makes unit centroids. But the rows of a classifier differ in length
-    and have a common direction, so that the product of a query with a unit vector hardly tells a list
-    with good answers. Its product with the mean of a list is the mean score of the list's rows.
+    For inner products FAISS itself makes unit centroids, which equally long rows keep. But the rows of
+    a classifier differ in length and have a common direction, so that the product of a query with a
+    unit vector hardly tells a list with good answers. Its product with the mean of a list is the mean
+    score of the list's rows.
 
     Args:
-        lists: an IndexIVF that is not trained. Afterwards it assigns rows by distance.
+        lists: an IndexIVF that is not trained. If it gets means, it assigns rows by distance from then on.
         sample_SD: float32, contiguous.
     """
     faiss = import_faiss()
     flat = faiss.downcast_index(lists.quantizer)
-    if not isinstance(flat, faiss.IndexFlat):
-        return  # FAISS makes the centroids of a graph or of codes together with them
+    # FAISS makes the centroids of a graph or of codes together with them.
+    is_flat = isinstance(flat, faiss.IndexFlat)
+    if not is_flat or are_equally_long(np.linalg.norm(sample_SD, axis=1)):
+        return
     clustering = faiss.Clustering(lists.d, lists.nlist, lists.cp)
     clustering.train(sample_SD, flat)
     _, list_S1 = flat.search(sample_SD, 1)

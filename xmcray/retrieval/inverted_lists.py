@@ -47,6 +47,7 @@ class Limits:
 
 
 CPU = Limits(queries=1 << 16, visits=1 << 25, scores=1 << 20, hits=1 << 23, keys=1 << 18)
+ONE_LENGTH = 1.001  # ratio of the longest to the shortest of equally long rows
 LONG_ROWS = 512  # of a list of long rows, or as many as other lists have on average
 
 
@@ -170,6 +171,15 @@ class InvertedLists:
 def num_groups(num_rows: Tensor) -> Tensor:
     """Whole groups that hold so many rows."""
     return (num_rows + GROUP - 1) // GROUP
+
+
+def are_equally_long(lengths: Float32Array) -> bool:
+    """Whether rows have one length, up to rounding.
+
+    The list with the nearest unit centroid then also has the largest inner product with it. So a
+    query that equals a row visits that row's list first.
+    """
+    return bool(lengths.max(initial=0) <= ONE_LENGTH * lengths.min(initial=np.inf))
 
 
 def long_rows(vectors: Float32Array, share: float, ratio: float) -> Int64Array:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from xmcray.retrieval.ann_create import KMEANS_ROUNDS, TRAIN_ROWS_PER_LIST
 from xmcray.retrieval.exact import as_tensor
-from xmcray.retrieval.inverted_lists import InvertedLists, limits_of
+from xmcray.retrieval.inverted_lists import InvertedLists, are_equally_long, limits_of
 from xmcray.types import Int64Array
 
 
@@ -40,9 +40,9 @@ def build_lists(
 
 
 def _centroids(sample_SD: Tensor, num_lists: int) -> Tensor:
-    """float32 [C, D], the means of clusters that spherical k-means makes.
+    """float32 [C, D], the means of clusters that spherical k-means makes, or unit vectors.
 
-    They say which lists to visit, as in ann_create.py.
+    They say which lists to visit. Equally long rows have unit vectors, as in ann_create.py.
     """
     # The sample is in random order, so its first rows are a random choice.
     unit_CD = nn.functional.normalize(sample_SD[:num_lists], dim=1)
@@ -57,6 +57,8 @@ def _centroids(sample_SD: Tensor, num_lists: int) -> Tensor:
         # The centroid of a list without rows stays where it is.
         is_empty_C1 = (sum_CD == 0).all(dim=1, keepdim=True)
         unit_CD = torch.where(is_empty_C1, unit_CD, new_unit_CD)
+    if are_equally_long(sample_SD.norm(dim=1).cpu().numpy()):
+        return unit_CD
     list_S = _nearest(sample_SD, unit_CD)
     size_C1 = torch.bincount(list_S, minlength=num_lists)[:, None]
     sum_CD = _sums(integer_SD, list_S, num_lists).double()

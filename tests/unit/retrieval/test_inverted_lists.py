@@ -183,6 +183,26 @@ def test_few_lists_of_rows_with_a_common_direction_have_the_answers(made_by: str
 
 
 @pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("made_by", ["faiss", "torch"])
+def test_a_query_that_equals_a_row_of_unit_length_finds_it_in_one_list(made_by: str) -> None:
+    rng = np.random.default_rng(0)
+    centres = rng.standard_normal((60, 16), np.float32)
+    # Lists with little noise have a longer mean than others.
+    noise = rng.uniform(0.1, 1.5, (60, 1)).astype(np.float32)
+    list_ids = rng.integers(60, size=6000)
+    rows = centres[list_ids] + noise[list_ids] * rng.standard_normal((6000, 16), np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+
+    if made_by == "faiss":
+        index = build_index(rows, IndexSpec(factory="IVF128,Flat", nprobe=1, candidates=2))
+    else:
+        index = index_of_lists(rows, IndexSpec(nprobe=1), CPU, None)
+
+    assert index.num_lists == 128
+    assert index.search(rows, 1).ids[:, 0].tolist() == list(range(6000))
+
+
+@pytest.mark.usefixtures("many")
 def test_few_lists_of_rows_around_centres_have_the_wanted_recall() -> None:
     rows, queries = around_centres(12_000, 600)
     sample = queries[:256]
