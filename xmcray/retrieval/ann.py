@@ -333,6 +333,7 @@ def read(path: Path, rows: int, dim: int) -> Any:
             faiss.set_deserialization_vector_byte_limit(before[0])
             faiss.set_deserialization_loop_limit(before[1])
     shape = (int(faiss_index.ntotal), int(faiss_index.d))
+    # Only a plain graph may lack its vectors, because `refer_to` gives it those of the shard.
     is_complete = is_plain_graph(faiss_index) or getattr(faiss_index, "storage", None) is not None
     if (
         shape != (rows, dim)

@@ -42,7 +42,9 @@ def exact_device_bytes(num_rows: int, dim: int) -> int:
         num_rows: rows that are searched, float32 [n, D].
         dim: D.
     """
-    return num_rows * (4 * dim + 8) + device_score_bytes(num_rows)
+    # Its float32 vector and its int64 id.
+    row_bytes = 4 * dim + 8
+    return num_rows * row_bytes + device_score_bytes(num_rows)
 
 
 def device_score_bytes(num_rows: int) -> int:

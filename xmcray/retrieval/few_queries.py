@@ -24,7 +24,8 @@ from xmcray.types import Float32Array, Int64Array, TopLabels
 MOST_QUERIES = 4
 # Floats of vectors that keep a thread busy for about a millisecond.
 THREAD_FLOATS = 1 << 22
-# FAISS keeps so many best rows in a heap while it computes scores. More take it longer than us.
+# FAISS keeps up to so many best rows in a heap while it computes scores. For more rows, computing all
+# scores first and selecting from them is faster.
 MOST_KEPT = 99
 GROUP = 32  # scores of which only the maximum is compared at first
 LOWEST = float(np.finfo(np.float32).min)
@@ -135,8 +136,8 @@ def _best_at_once(
 ) -> tuple[Int64Array, Float32Array] | None:
     """Ids and scores of the k best rows, best first, as FAISS finds them; None if it cannot.
 
-    A few numbers are compared as Python's: a call of NumPy takes microseconds, and all of this is
-    to take ten.
+    A few numbers are compared as Python's own: a call of NumPy takes microseconds, and the whole
+    search should take about ten.
     """
     if k >= min(MOST_KEPT, len(vectors)) or _num_parts(vectors) > 1:
         return None

@@ -38,11 +38,13 @@ from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, pairs_of, 
 
 logger = logging.getLogger(__name__)
 
-BATCH_QUERIES = 256  # from here on lists are scanned with matrix products
-# Those of short codes from here on, if a query visits at most one list of so many.
+BATCH_QUERIES = 256  # so many queries or more scan lists of vectors with matrix products
+# So many queries or more scan lists of short codes with matrix products, if each query visits at most
+# one list in FEW_LISTS.
 MANY_QUERIES = 10_000
 FEW_LISTS = 16
-# A search for fewer answers has the candidates of one for so many, because each answer needs more.
+# A search for fewer answers proposes as many candidates as one for FEW_ANSWERS: the fewer the answers,
+# the more candidates each of them needs.
 FEW_ANSWERS = 10
 LEAST_CANDIDATES = 50  # of a query; some of them may be labels that cannot be answered
 NO_ROWS = np.empty(0, np.int64)
@@ -74,7 +76,7 @@ class Index:
         self.vectors = vectors
         self.candidates = candidates
         self.threads = threads
-        self.long_ids = np.empty(0, np.int64) if long_ids is None else long_ids
+        self.long_ids = NO_ROWS if long_ids is None else long_ids
         self._faiss = faiss_index
         self._warned = False
 
@@ -156,7 +158,7 @@ class Index:
     def _answer_at_once(
         self, queries: Float32Array, k: int, ids: Int64Array, exact: bool
     ) -> TopLabels | None:
-        """The answer of `search` to one query, with few calls; None if it takes more of them."""
+        """The answer of `search` to one query, by few calls; None if it needs the usual way."""
         if self._searchable is None:
             return None
         if exact or self.is_exact:
@@ -198,7 +200,7 @@ class Index:
         return self._completed(keys, queries, rows)
 
     def num_candidates(self, k: int, most_hidden: int = 0) -> int:
-        """Candidates per query that FAISS should propose; all rows where it would be too many.
+        """Candidates per query that FAISS should propose; the number of all rows if it should not.
 
         Args:
             k: answers per query.
@@ -485,7 +487,11 @@ class _RowSelection(Index):
         super().__init__(vectors, None, threads=whole.threads)
         self._rows = rows
         self._num_rows = len(whole)
-        self._searchable = None  # ids and hidden rows are positions of other rows
+
+    @property
+    def _searchable(self) -> None:
+        """None: ids and hidden rows are positions among the rows of the whole index."""
+        return None
 
     def __len__(self) -> int:
         return self._num_rows

@@ -41,7 +41,9 @@ def tune(index: Index, queries: Float32Array, spec: IndexSpec) -> float:
         return tuning.choose_candidates(spec.recall, spec.recall)
     recall = tuning.choose_nprobe()
     if index.proposes_candidates:
-        tuning.choose_candidates(recall - CODE_LOSS, tuning.recall_of_few() - CODE_LOSS)
+        wanted = recall - CODE_LOSS
+        wanted_of_few = tuning.recall_of_few() - CODE_LOSS
+        tuning.choose_candidates(wanted, wanted_of_few)
     return recall
 
 
@@ -127,12 +129,12 @@ class _Tuning:
         return self._recall(self.index.search_candidates(self.queries, width, k, self.all_rows))
 
     def _recall(self, keys: Tensor) -> float:
-        """Share of as many exact answers that a search has."""
+        """The share of the k best rows of all that are among the k answers in `keys` [Q, k]."""
         answer_ids = from_keys(keys).ids
         exact_ids = self.exact_ids[:, : answer_ids.shape[1]]
         hits = 0
-        for query, query_ids in enumerate(exact_ids):
-            hits += len(np.intersect1d(answer_ids[query], query_ids))
+        for found_ids, wanted_ids in zip(answer_ids, exact_ids, strict=True):
+            hits += len(np.intersect1d(found_ids, wanted_ids))
         return hits / max(1, exact_ids.size)
 
 

@@ -42,7 +42,7 @@ class ListIndex(Index):
     def search_keys(
         self, queries: Float32Array, k: int, rows: AnswerableRows, exact: bool = False
     ) -> Tensor:
-        """As for other indexes."""
+        """As `Index.search_keys`; the visited lists are scanned for any number of queries."""
         queries = np.ascontiguousarray(queries, np.float32)
         if exact or not len(queries):
             return self._exact_keys(queries, k, rows)

@@ -49,9 +49,10 @@ class UidIndex:
         ranges = zip(starts.tolist(), stops.tolist(), strict=True)
         candidates = [self._ids[start:stop] for start, stop in ranges]
         label_ids = np.concatenate([np.empty(0, np.int64), *candidates])
-        names = labels.names_of(label_ids)["uid"].to_pylist()
-        id_of_name = dict(zip(names, label_ids.tolist(), strict=True))
-        return {uid: id_of_name[uid] for uid in wanted if uid in id_of_name}
+        candidate_uids = labels.names_of(label_ids)["uid"].to_pylist()
+        id_of_uid = dict(zip(candidate_uids, label_ids.tolist(), strict=True))
+        # A candidate whose hash collides has a uid that may not be wanted.
+        return {uid: id_of_uid[uid] for uid in wanted if uid in id_of_uid}
 
 
 def _hashes(uids: list[str]) -> Int64Array:

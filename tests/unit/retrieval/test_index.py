@@ -164,6 +164,15 @@ def test_names_decide_ties():
     assert top.ids.tolist() == [[0, 1, 2]] * 2
 
 
+def test_selected_rows_keep_their_positions_when_they_move(clustered):
+    rows, queries = clustered
+    selection = Index(torch.from_numpy(rows), None).only(np.arange(2000, 3000))
+    before = selection.search(queries[:1], 5)
+    selection.move_to(torch.device("cpu"))
+    assert_same(selection.search(queries[:1], 5), before)
+    assert before.ids.min() >= 2000
+
+
 def test_exact_ignores_the_index(clustered):
     rows, queries = clustered
     index = build_index(rows, IndexSpec(factory="IVF64,Flat", nprobe=1, candidates=1))
