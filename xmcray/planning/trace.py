@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
@@ -234,9 +235,9 @@ class _Rank:
 
 def _some_spans(num_rows: int, size: int) -> Iterator[slice]:
     """The first two spans and the last one. Those between them take as much, and time."""
-    number = -(-num_rows // size)
-    for index, span in enumerate(spans(num_rows, size)):
-        if index in (0, 1, number - 1):
+    num_spans = math.ceil(num_rows / size)
+    for number, span in enumerate(spans(num_rows, size)):
+        if number in (0, 1, num_spans - 1):
             yield span
 
 
@@ -253,14 +254,15 @@ def on_line(few: Any, more: Any, distance: float) -> Any:
     """The value on the straight line through one value and another, not below 0.
 
     Args:
-        few: Value at 0: a number, or numbers by name.
+        few: Value at 0: a number, or numbers by name, of which a missing one is 0.
         more: Value at 1.
         distance: Where the line is read.
     """
     if isinstance(few, dict):
         return {key: on_line(few.get(key, 0), more[key], distance) for key in more}
     value = few + (more - few) * distance
-    return type(few)(max(value, 0))
+    # Not the type of `few`: seconds that it lacks would be cut to whole ones.
+    return type(more)(max(value, 0))
 
 
 def _counter_overhead_s() -> float:
@@ -320,9 +322,12 @@ def _few_start_bytes(config: RunConfig, size: DataSize, ranks: int, num_labels: 
 
         logging.disable(logging.WARNING)  # about few labels, which the user does not have
         tracemalloc.start()
-        _, peak_bytes = rank.peak_of(start)
-        tracemalloc.stop()
-        logging.disable(logging.NOTSET)
+        try:
+            _, peak_bytes = rank.peak_of(start)
+        finally:
+            # A caller that catches an error still gets its warnings, at its usual speed.
+            tracemalloc.stop()
+            logging.disable(logging.NOTSET)
     return peak_bytes
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 import re
 import runpy
 import subprocess
@@ -24,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, ResourceError, StorageError
+from xmcray.methods.astra import Astra
 from xmcray.methods.registry import method_names
 from xmcray.negatives.clusters import balanced_clusters
 from xmcray.negatives.ledger import Ledger
@@ -50,7 +52,7 @@ from xmcray.planning.estimate import (
 from xmcray.planning.plan import plan
 from xmcray.planning.rates import Rates, load_rates
 from xmcray.planning.stand_in import StandInData
-from xmcray.planning.trace import trace
+from xmcray.planning.trace import on_line, trace
 from xmcray.retrieval import exact
 from xmcray.training.checkpoint_writer import CheckpointWriter
 from xmcray.training.loop import Setup, build
@@ -318,12 +320,29 @@ def test_pieces_of_all_labels_are_planned_on_a_straight_line(
 ) -> None:
     """Each piece that a step encodes takes time to trace: 10^5 labels took minutes."""
     settings = ("encoder.dim=16", "optim.micro_batch=256")
-    on_line = made("dexml", *settings, labels=6000, workers=1)
+    planned = made("dexml", *settings, labels=6000, workers=1)
     monkeypatch.setattr("xmcray.planning.estimate._TRACED_PIECES", 100)
     traced = made("dexml", *settings, labels=6000, workers=1)
-    assert on_line.step_seconds == pytest.approx(traced.step_seconds, rel=0.05)
-    assert on_line.worker_bytes == pytest.approx(traced.worker_bytes, rel=0.02)
-    assert "straight line" in on_line.assumptions[-1]
+    assert planned.step_seconds == pytest.approx(traced.step_seconds, rel=0.05)
+    assert planned.worker_bytes == pytest.approx(traced.worker_bytes, rel=0.02)
+    assert "straight line" in planned.assumptions[-1]
+
+
+def test_work_of_more_labels_alone_is_on_the_line_too() -> None:
+    assert on_line({}, {"sort": 0.25}, distance=3) == {"sort": 0.75}
+
+
+def test_a_plan_that_fails_leaves_warnings_on_and_memory_untraced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(method: Astra) -> None:
+        raise ResourceError("no room")
+
+    monkeypatch.setattr(Astra, "start", fail)
+    with pytest.raises(ResourceError, match="no room"):
+        made(labels=1000)
+    assert logging.getLogger("xmcray").isEnabledFor(logging.WARNING)
+    assert not tracemalloc.is_tracing()
 
 
 def test_what_cannot_fit_is_refused_with_settings_that_would() -> None:
