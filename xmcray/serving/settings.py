@@ -4,6 +4,7 @@ from a test.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ MODES = ("auto", "single", "composed")
 LONG_TEXTS = ("truncate", "refuse")
 MAX_SEARCHERS = 8
 MIN_EVENT_BYTES = 1 << 20
+# A name of the Hugging Face Hub: of a model, or of its owner and the model.
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 COMPOSED_LABELS = 2_000_000  # from here on, `auto` chooses the composed mode
 
 
@@ -146,7 +149,7 @@ def check_absolute_paths(config: ServeConfig) -> None:
     """Raises ConfigError if a path depends on the working folder, a default too.
 
     `serve deploy` lets a process of the cluster build the application, in a folder of Ray's. A
-    relative folder of `rerank` is not noticed: it is no folder there, so it counts as a hub id.
+    relative folder of `rerank` is noticed unless it looks like a hub id, as "rerankers/a" does.
     """
 
     def check(name: str, location: str) -> str:
@@ -172,8 +175,9 @@ def _with_paths(config: ServeConfig, change: Callable[[str, str], str]) -> Serve
     for name, bundle in config.bundles.items():
         bundles[name] = change(f"bundle {name}", bundle)
     roots = tuple(change("bundle_roots", root) for root in config.bundle_roots)
-    # Otherwise it is a hub id.
-    is_folder = Path(config.rerank).is_dir()
+    rerank = config.rerank
+    if rerank and (Path(rerank).is_dir() or not HUB_ID.fullmatch(rerank)):
+        rerank = change("rerank", rerank)
     return replace(
         config,
         bundles=bundles,
@@ -183,7 +187,7 @@ def _with_paths(config: ServeConfig, change: Callable[[str, str], str]) -> Serve
         and change("admin_token_file", config.admin_token_file),
         bundle_roots=roots,
         upload=config.upload and change("upload", config.upload),
-        rerank=change("rerank", config.rerank) if config.rerank and is_folder else config.rerank,
+        rerank=rerank,
     )
 
 

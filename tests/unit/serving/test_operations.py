@@ -76,12 +76,16 @@ def test_the_config_is_one_that_serve_takes() -> None:
         ({"token_file": "token"}, "token_file is 'token'"),
         ({"bundle_roots": ("/b", "more")}, "bundle_roots is 'more'"),
         ({"upload": "copies"}, "upload is 'copies'"),
+        ({"rerank": "./reranker"}, "rerank is './reranker'"),
+        ({"rerank": "runs/a/reranker"}, "rerank is 'runs/a/reranker'"),
     ],
 )
 def test_relative_paths_are_refused_on_a_cluster(changes: dict[str, Any], name: str) -> None:
     """They would count from a folder of Ray's."""
     whole = ServeConfig(bundles={"a": "/b/", "c": "s3://b/c"}, state_dir="/s", upload="s3://u")
     check_absolute_paths(whole)
+    for reranker in ("/r", "s3://r", "cross-encoder/ms-marco-MiniLM-L6-v2", "gpt2"):
+        check_absolute_paths(dataclasses.replace(whole, rerank=reranker))
     with pytest.raises(configs.ConfigError, match=f"{name}, expected an absolute path or a URL"):
         check_absolute_paths(dataclasses.replace(whole, **changes))
 
