@@ -236,6 +236,27 @@ def test_a_value_below_zero_of_a_label_matrix_is_malformed(tmp_path: Path) -> No
         assert any("has the value -0.5, expected" in reason for reason in reasons)
 
 
+def test_a_label_that_is_positive_and_negative_in_one_row_is_malformed(tmp_path: Path) -> None:
+    write(
+        tmp_path / "renee",
+        trn_X__txt=TEXTS,
+        Y__txt=LABEL_TEXTS,
+        trn_X_Y__txt="3 3\n1:-1 1:1\n\n0:1 2:1 0:-1\n",
+    )
+    write(tmp_path / "pecos", Y__txt=LABEL_TEXTS, X__trn__txt="1:-1,1:1\ta\n\tb\n0:1,0:-1\tc\n")
+    write(tmp_path / "dexml", raw_trn_X__txt=TEXTS, raw_Y__txt=LABEL_TEXTS)
+    twice = sp.csr_matrix(([-1, 1, 1, -1], [1, 1, 0, 0], [0, 2, 2, 4]), (3, 3))
+    sp.save_npz(tmp_path / "dexml" / "Y.trn.npz", twice)
+    for layout in ("renee", "pecos", "dexml"):
+        bad: list[BadRow] = []
+        queries = read(tmp_path / layout, on_bad=bad.append)[1]
+        assert [row.label_ids for row in queries] == [()]
+        assert [row.reason for row in bad] == [
+            "label 1 has the value -1, expected a number above 0",
+            "label 0 has the value -1, expected a number above 0",
+        ]
+
+
 @pytest.mark.parametrize(
     ("present", "missing"),
     [

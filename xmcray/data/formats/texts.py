@@ -113,7 +113,7 @@ def _query_rows(file: TextFile, matrix: Matrix, num_labels: int, on_bad: OnBad) 
         )
 
     def positives(entries: Entries) -> tuple[Labels, bool]:
-        return _without_zeros(check_labels(*entries, num_labels))
+        return _positives_of(entries, num_labels)
 
     number = -1
     # `zip_longest` pads the shorter file with None.
@@ -146,21 +146,25 @@ def _query_rows(file: TextFile, matrix: Matrix, num_labels: int, on_bad: OnBad) 
         raise _wrong_header(matrix, str(number + 1))
 
 
-def _without_zeros(labels: Labels) -> tuple[Labels, bool]:
-    """Drops the entries of a matrix row that are 0, and says whether there were any.
+def _positives_of(entries: Entries, num_labels: int) -> tuple[Labels, bool]:
+    """The labels of a matrix row without those of value 0, and whether there were any of these.
 
     A sparse matrix may store zeros. It is equal to the matrix without them.
 
     Raises:
-        BadValue: an entry is below 0.
+        BadValue: an entry is below 0, or `check_labels` refuses it.
     """
-    label_ids, relevance = labels
-    if not relevance or min(relevance) > 0:
-        return labels, False
-    lowest = min(relevance)
+    label_ids, relevance = check_labels(*entries, num_labels)
+    if relevance is None:
+        return (label_ids, None), False
+    # All entries are compared: of a label that is listed twice, `relevance` has the larger value.
+    ids, values = entries
+    lowest = min(values)
     if lowest < 0:
-        label = label_ids[relevance.index(lowest)]
+        label = ids[values.index(lowest)]
         raise BadValue(f"label {label} has the value {lowest:g}, expected a number above 0")
+    if min(relevance) > 0:
+        return (label_ids, relevance), False
     kept_ids = []
     weights = []
     for label_id, weight in zip(label_ids, relevance, strict=True):
@@ -192,7 +196,7 @@ def _tab_rows(path: Path, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         if not tab:
             raise BadValue("no tab, expected labels<TAB>text; or add Y.trn.npz and Y.tst.npz")
         entries = _entries_before_tab(labels)
-        positives, has_zeros = _without_zeros(check_labels(*entries, num_labels))
+        positives, has_zeros = _positives_of(entries, num_labels)
         return Row(str(row), _text_of(text), *positives, row, has_uid=False, has_zeros=has_zeros)
 
     return rows_of(read_lines(path), path, query, on_bad)
