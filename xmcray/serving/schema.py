@@ -47,10 +47,11 @@ class Schema(BaseModel):
 class Range(Schema):
     """Values of a number: every bound that is given holds."""
 
-    gt: float | None = None
-    gte: float | None = None
-    lt: float | None = None
-    lte: float | None = None
+    # An integer stays one: as a float it would lose its last digits beyond 2**53.
+    gt: int | float | None = None
+    gte: int | float | None = None
+    lt: int | float | None = None
+    lte: int | float | None = None
 
 
 class Filter(Schema):

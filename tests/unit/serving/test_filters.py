@@ -9,6 +9,7 @@ from xmcray.data.tokens import train_wordpiece
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import Head
 from xmcray.retrieval import label_index
+from xmcray.retrieval.attributes import LabelAttributes
 from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.labels import annotate_labels
@@ -85,3 +86,12 @@ def test_recall_and_violations(
     recall = np.mean([len(np.intersect1d(a, b)) / K for a, b in zip(found, best, strict=True)])
     assert recall >= 0.95
     assert snapshot.view(wanted) is view, "views of the last filters are kept"
+
+
+def test_a_bound_of_more_digits_than_a_float_holds_is_exact() -> None:
+    """Such as a time in nanoseconds."""
+    first = 1 << 53
+    attributes = LabelAttributes(2).with_rows(2, {0: {"at": first}, 1: {"at": first + 1}})
+    body = f'{{"attributes": {{"at": {{"gte": {first + 1}}}}}}}'
+    wanted = Filter.model_validate_json(body)
+    assert attributes.mask(wanted.attributes).tolist() == [False, True]
