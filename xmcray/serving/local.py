@@ -231,7 +231,7 @@ async def _grpc(
             ("grpc.max_connection_idle_ms", int(1000 * GRPC_IDLE_S)),
             ("grpc.max_concurrent_streams", limits.in_flight),
         ],
-        interceptors=[_TokenCheck(gateway)],
+        interceptors=[_CallCheck(gateway)],
         maximum_concurrent_rpcs=2 * limits.in_flight,
     )
     add_RetrieverServicer_to_server(_Servicer(gateway), server)
@@ -260,11 +260,12 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls without a token before their message comes.
+class _CallCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls without a token before their message comes, and others if it comes late.
 
-    The servicer is called with the message. A call that sends none would hold one of the places for
-    calls for as long as its client likes.
+    A call that sends no message would hold one of the places for calls for as long as its client
+    likes. gRPC itself waits for it without a limit, but not where a handler takes a stream: that
+    one starts before a message is there.
     """
 
     def __init__(self, gateway: Gateway) -> None:
@@ -272,15 +273,34 @@ class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def intercept_service(self, continuation: Callable[..., Any], call: Any) -> Any:
         """The handler of a call, whose metadata is known."""
-        if self._gateway.tokens.accept(dict(call.invocation_metadata).get("authorization")):
-            return await continuation(call)
-        # A handler of streams starts before a message is there.
-        return grpc.stream_stream_rpc_method_handler(self._refuse)
+        if not self._gateway.tokens.accept(dict(call.invocation_metadata).get("authorization")):
+            return grpc.stream_stream_rpc_method_handler(self._refuse)
+        handler = await continuation(call)
+        # There is no such method.
+        if handler is None:
+            return None
+        return grpc.stream_unary_rpc_method_handler(
+            functools.partial(self._answer, handler.unary_unary),
+            handler.request_deserializer,
+            handler.response_serializer,
+        )
 
     async def _refuse(self, _messages: Any, context: Any) -> None:
-        code = grpc.StatusCode.UNAUTHENTICATED
+        await self._abort(context, grpc.StatusCode.UNAUTHENTICATED, rpc.NO_TOKEN)
+
+    async def _answer(self, answer: Callable[..., Any], messages: Any, context: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._gateway.service.config.deadline_ms / 1000):
+                message = await anext(messages, None)
+        except TimeoutError:
+            message = None
+        if message is None:
+            await self._abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, rpc.NO_MESSAGE)
+        return await answer(message, context)
+
+    async def _abort(self, context: Any, code: grpc.StatusCode, reason: str) -> None:
         self._gateway.metrics.requests.labels(rpc.ROUTE, code.name).inc()
-        await context.abort(code, rpc.NO_TOKEN)
+        await context.abort(code, reason)
 
 
 class _Servicer(RetrieverServicer):

@@ -16,6 +16,7 @@ from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
 
 ROUTE = "grpc search"  # in the metrics
 NO_TOKEN = "expected metadata `authorization: Bearer TOKEN`"
+NO_MESSAGE = "the call has no message, expected one in time; send it at once"
 SERVICER = "xmcray.serving.search_pb2_grpc.add_RetrieverServicer_to_server"
 CODES = {
     "unauthorized": grpc.StatusCode.UNAUTHENTICATED,

@@ -633,6 +633,29 @@ async def test_a_call_of_grpc_without_a_token_ends_before_its_message(tmp_path: 
             assert await call(no_message()).code() == grpc.StatusCode.UNAUTHENTICATED
 
 
+async def test_calls_of_grpc_without_a_message_do_not_keep_their_places(tmp_path: Path) -> None:
+    """A client with a token could otherwise take all places, for as long as it likes."""
+    never = asyncio.Event()
+
+    async def no_message() -> AsyncIterator[bytes]:
+        await never.wait()
+        yield b""
+
+    port = free_port()
+    async with (
+        server_with(tmp_path, grpc_port=port, in_flight=1, deadline_ms=500),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        call = channel.stream_unary("/xmcray.Retriever/Search")
+        silent = [call(no_message(), metadata=GRPC_TOKEN) for _ in range(2)]
+        for one in silent:
+            assert await one.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        # There is a place for a call that is answered: no model of that name is served.
+        request = SearchRequest(texts=["a"], model="b")
+        search = RetrieverStub(channel).Search(request, metadata=GRPC_TOKEN)
+        assert await search.code() == grpc.StatusCode.NOT_FOUND
+
+
 async def test_a_mistake_of_ours_says_nothing_to_a_client_of_grpc(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
