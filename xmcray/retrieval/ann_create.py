@@ -143,13 +143,13 @@ def _train_centroids(lists: Any, sample_SD: Float32Array) -> None:
     clustering = faiss.Clustering(lists.d, lists.nlist, lists.cp)
     clustering.train(sample_SD, flat)
     _, list_S1 = flat.search(sample_SD, 1)
-    means = cluster_means(sample_SD, list_S1[:, 0], flat.reconstruct_n(0, lists.nlist))
+    means = _cluster_means(sample_SD, list_S1[:, 0], flat.reconstruct_n(0, lists.nlist))
     flat.reset()
     flat.add(means)
     flat.metric_type = faiss.METRIC_L2
 
 
-def cluster_means(
+def _cluster_means(
     vector_SD: Float32Array, cluster_S: Int64Array, if_empty_CD: Float32Array
 ) -> Float32Array:
     """float32 [C, D], the mean of each cluster; the given vector if it is empty."""

@@ -174,11 +174,12 @@ def num_groups(num_rows: Tensor) -> Tensor:
 
 
 def are_equally_long(lengths: Float32Array) -> bool:
-    """Whether rows have one length, up to rounding.
+    """Whether rows have one length, up to rounding; those of length 0, of texts without words, aside.
 
     The list with the nearest unit centroid then also has the largest inner product with it. So a
     query that equals a row visits that row's list first.
     """
+    lengths = lengths[lengths != 0]
     return bool(lengths.max(initial=0) <= ONE_LENGTH * lengths.min(initial=np.inf))
 
 

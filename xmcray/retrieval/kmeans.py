@@ -60,10 +60,10 @@ def _centroids(sample_SD: Tensor, num_lists: int) -> Tensor:
     if are_equally_long(sample_SD.norm(dim=1).cpu().numpy()):
         return unit_CD
     list_S = _nearest(sample_SD, unit_CD)
+    sum_CD = _sums(integer_SD, list_S, num_lists).double() / scale
     size_C1 = torch.bincount(list_S, minlength=num_lists)[:, None]
-    sum_CD = _sums(integer_SD, list_S, num_lists).double()
-    mean_CD = (sum_CD / scale / size_C1.clamp_min(1)).float()
-    return torch.where(size_C1 == 0, unit_CD, mean_CD)
+    mean_CD = sum_CD / size_C1.clamp_min(1)
+    return torch.where(size_C1 == 0, unit_CD, mean_CD.float())
 
 
 def _sums(integer_SD: Tensor, list_S: Tensor, num_lists: int) -> Tensor:

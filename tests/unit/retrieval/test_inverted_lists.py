@@ -192,6 +192,7 @@ def test_a_query_that_equals_a_row_of_unit_length_finds_it_in_one_list(made_by: 
     list_ids = rng.integers(60, size=6000)
     rows = centres[list_ids] + noise[list_ids] * rng.standard_normal((6000, 16), np.float32)
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    rows[-1] = 0  # a label without text
 
     if made_by == "faiss":
         index = build_index(rows, IndexSpec(factory="IVF128,Flat", nprobe=1, candidates=2))
@@ -199,7 +200,7 @@ def test_a_query_that_equals_a_row_of_unit_length_finds_it_in_one_list(made_by: 
         index = index_of_lists(rows, IndexSpec(nprobe=1), CPU, None)
 
     assert index.num_lists == 128
-    assert index.search(rows, 1).ids[:, 0].tolist() == list(range(6000))
+    assert index.search(rows[:-1], 1).ids[:, 0].tolist() == list(range(5999))
 
 
 @pytest.mark.usefixtures("many")

@@ -615,13 +615,13 @@ async def test_idle_connections_of_grpc_leave_room_for_http_and_end(
             assert await call.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
+async def no_message() -> AsyncIterator[bytes]:
+    """The messages of a client that never sends one."""
+    await asyncio.Event().wait()
+    yield b""
+
+
 async def test_a_call_of_grpc_without_a_token_ends_before_its_message(tmp_path: Path) -> None:
-    never = asyncio.Event()
-
-    async def no_message() -> AsyncIterator[bytes]:
-        await never.wait()
-        yield b""
-
     port = free_port()
     async with (
         server_with(tmp_path, grpc_port=port, in_flight=1),
@@ -635,12 +635,6 @@ async def test_a_call_of_grpc_without_a_token_ends_before_its_message(tmp_path: 
 
 async def test_calls_of_grpc_without_a_message_do_not_keep_their_places(tmp_path: Path) -> None:
     """A client with a token could otherwise take all places, for as long as it likes."""
-    never = asyncio.Event()
-
-    async def no_message() -> AsyncIterator[bytes]:
-        await never.wait()
-        yield b""
-
     port = free_port()
     async with (
         server_with(tmp_path, grpc_port=port, in_flight=1, deadline_ms=500),
