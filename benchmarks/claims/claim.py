@@ -43,6 +43,7 @@ from xmcray.evaluation.charts import short_number
 Float64Array = npt.NDArray[np.float64]
 STORE = RESULTS / "claims.json"
 _RESAMPLES = 4000
+LEAST_SEEDS = 5  # so that a claim that is measured over several days has no verdict in between
 HOLDS = "holds"
 FAILS = "fails"
 INCONCLUSIVE = "inconclusive"
@@ -97,9 +98,9 @@ class Comparison:
     def verdict(self, results: Mapping[str, Mapping[int, Result]]) -> str:
         """`holds` if the whole interval is in the range, `fails` if none of it is.
 
-        Fewer than two seeds have no verdict.
+        Fewer than `LEAST_SEEDS` have no verdict.
         """
-        if len(self.values(results)) < 2:
+        if len(self.values(results)) < LEAST_SEEDS:
             return MISSING
         low, high = self.interval(results)
         if self.low <= low and high <= self.high:

@@ -32,31 +32,35 @@ def variants(claim: Any) -> Any:
 
 @pytest.fixture
 def paired_results() -> dict[str, Any]:
-    """Seeds vary by 30 points, but their differences are 1.0, 1.2 and 0.8 points.
+    """Seeds vary by 30 points, but their differences are between 0.8 and 1.2 points.
 
-    Their interval is 1.0 ± 0.497: the standard error is 0.2 / sqrt(3), and Student's t with 2
-    degrees of freedom is 4.303. Seed 3 has no partner.
+    Their interval is 1.0 ± 0.196: the standard error is 0.158 / sqrt(5), and Student's t with 4
+    degrees of freedom is 2.776. Seed 5 has no partner.
     """
-    a = {0: {"P@1": 0.51}, 1: {"P@1": 0.812}, 2: {"P@1": 0.308}, 3: {"P@1": 0.9}}
-    b = {0: {"P@1": 0.50}, 1: {"P@1": 0.800}, 2: {"P@1": 0.300}}
-    return {"a": a, "b": b}
+    a = [0.51, 0.812, 0.308, 0.611, 0.409, 0.9]
+    b = [0.50, 0.800, 0.300, 0.600, 0.400]
+    return {"a": by_seed(a), "b": by_seed(b)}
+
+
+def by_seed(precisions: list[float]) -> dict[int, dict[str, float]]:
+    return {seed: {"P@1": precision} for seed, precision in enumerate(precisions)}
 
 
 def test_seeds_are_compared_in_pairs(claim: Any, paired_results: Any) -> None:
     differences = claim.Comparison(of="a", against="b").values(paired_results)
-    assert differences == pytest.approx([1.0, 1.2, 0.8])
+    assert differences == pytest.approx([1.0, 1.2, 0.8, 1.1, 0.9])
 
 
 @pytest.mark.parametrize(
     ("limits", "verdict"),
     [
-        ({"low": 0.5}, "holds"),
-        ({"low": 0.51}, "inconclusive"),
-        ({"low": 1.49}, "inconclusive"),
-        ({"low": 1.5}, "fails"),
-        ({"high": 1.5}, "holds"),
-        ({"high": 1.49}, "inconclusive"),
-        ({"high": 0.5}, "fails"),
+        ({"low": 0.8}, "holds"),
+        ({"low": 0.81}, "inconclusive"),
+        ({"low": 1.19}, "inconclusive"),
+        ({"low": 1.2}, "fails"),
+        ({"high": 1.2}, "holds"),
+        ({"high": 1.19}, "inconclusive"),
+        ({"high": 0.8}, "fails"),
         ({"low": -1, "high": 1}, "inconclusive"),
     ],
 )
@@ -67,13 +71,15 @@ def test_verdicts_follow_the_interval_of_paired_differences(
     assert comparison.verdict(paired_results) == verdict
 
 
-def test_one_seed_decides_nothing(claim: Any) -> None:
-    assert claim.Comparison(of="a", low=0).verdict({"a": {0: {"P@1": 0.5}}}) == "not measured"
+def test_four_seeds_decide_nothing(claim: Any) -> None:
+    comparison = claim.Comparison(of="a", low=0)
+    assert comparison.verdict({"a": by_seed([0.5] * 4)}) == "not measured"
+    assert comparison.verdict({"a": by_seed([0.5] * 5)}) == "holds"
 
 
 def test_a_claim_can_be_about_a_ratio(claim: Any, paired_results: Any) -> None:
     ratio = claim.Comparison(of="a", against="b", ratio=True, low=1)
-    assert ratio.values(paired_results) == pytest.approx([1.02, 1.015, 1.02667], abs=1e-4)
+    assert ratio.values(paired_results) == pytest.approx([1.02, 1.015, 1.02667, 1.01833, 1.0225], abs=1e-4)
     assert ratio.verdict(paired_results) == "holds"
 
 
