@@ -65,8 +65,15 @@ class Server:
         self._port = port
         self._closing = closing
 
-    async def connect(self, sent: bytes = b"") -> Streams:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+    async def connect(self, sent: bytes = b"", receive_buffer: int = 0) -> Streams:
+        """A new connection; with a receive buffer of so many bytes, or of the system's size."""
+        client = socket.socket()
+        if receive_buffer:
+            # Before it connects: a buffer that shrinks later drops packets and what they acknowledge.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", self._port))
+        reader, writer = await asyncio.open_connection(sock=client)
         self._closing.callback(writer.close)
         writer.write(sent)
         return reader, writer
@@ -278,13 +285,19 @@ async def unread(
 ) -> asyncio.StreamWriter:
     """A connection that sends requests until one of its answers, which it never reads, is stuck."""
     number = len(protocols)
-    _, writer = await server.connect()
-    small = writer.get_extra_info("socket")
-    small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    _, writer = await server.connect(receive_buffer=1)
     writer.transport.pause_reading()
-    while len(protocols) <= number or not protocols[number].flow.write_paused:
-        writer.write(request)
+    while len(protocols) <= number:
         await asyncio.sleep(0)
+    connection = protocols[number]
+    while not connection.flow.write_paused:
+        # One at a time: a connection with many requests that wait is ended.
+        answered = connection.cycle
+        writer.write(request)
+        while connection.cycle is answered or not (
+            connection.cycle.response_complete or connection.flow.write_paused
+        ):
+            await asyncio.sleep(0)
     return writer
 
 
