@@ -1,6 +1,6 @@
 """Inverted lists by k-means, on the device where the rows are.
 
-S  rows of the sample    C  lists
+N  all rows    S  rows of the sample    C  lists
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def build_lists(
         vector_ND: float32, on the device that computes.
         long_ids: int64, ascending positions of the rows that are not clustered.
         num_lists: C, at most the number of the other rows.
-        seed: of the sample.
+        seed: draws the sample, whose first rows start k-means.
     """
     all_ids = np.arange(len(vector_ND))
     row_ids = np.setdiff1d(all_ids, long_ids, assume_unique=True)
@@ -35,21 +35,25 @@ def build_lists(
     sample_SD = vector_ND[as_tensor(sample, np.int64).to(device)]
     centroid_CD = _centroids(sample_SD, num_lists)
     listed = as_tensor(row_ids, np.int64).to(device)
+    # Long rows are few: computing them too is cheaper than copying all other vectors.
     list_ids = _nearest(vector_ND, centroid_CD)[listed]
     return InvertedLists.of(vector_ND, centroid_CD, listed, list_ids, long_ids)
 
 
 def _centroids(sample_SD: Tensor, num_lists: int) -> Tensor:
-    """float32 [C, D], the means of clusters that spherical k-means makes, or unit vectors.
+    """float32 [C, D], the vectors that decide which lists a query visits.
 
-    They say which lists to visit. Equally long rows have unit vectors, as in ann_create.py.
+    They are the means of the clusters of spherical k-means. If all rows are equally long, they are
+    unit vectors (see ann_create.py).
     """
-    # The sample is in random order, so its first rows are a random choice.
-    unit_CD = nn.functional.normalize(sample_SD[:num_lists], dim=1)
-    # A GPU adds the rows of a list in an arbitrary order, and a sum of floats depends on the order. A
-    # sum of integers does not. So elements become integers up to 2^32, of which 2^31 can be added in 64
-    # bits.
-    scale = 2.0**32 / sample_SD.abs().max().clamp_min(1e-30)
+    # A start of length 0 (a text without words) would be the nearest centroid of most rows. The sample
+    # is in random order and the sort is stable, so the starts are a random choice of the other rows.
+    is_zero_S = (sample_SD == 0).all(dim=1)
+    starts = is_zero_S.int().argsort(stable=True)[:num_lists]
+    unit_CD = nn.functional.normalize(sample_SD[starts], dim=1)
+    # A GPU adds rows in an arbitrary order, on which a sum of floats depends. A sum of integers does
+    # not. Elements become integers up to 2^32, so that 64 bits can hold the sum of 2^31 of them.
+    scale = 2.0**32 / sample_SD.abs().max().double().clamp_min(1e-30)
     integer_SD = (sample_SD.double() * scale).long()
     for _ in range(KMEANS_ROUNDS):
         sum_CD = _sums(integer_SD, _nearest(sample_SD, unit_CD), num_lists)

@@ -152,6 +152,21 @@ def test_every_row_is_in_one_list_the_nearest_one() -> None:
         assert (distance_MC.argmin(axis=1) == number).all()
 
 
+def test_rows_of_length_0_start_no_list() -> None:
+    """Such a centroid would be the nearest of most rows, until a round of k-means moves it."""
+    random = np.random.default_rng(0)
+    rows = random.standard_normal((6400, 32), np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    # Of the 200 first rows of the sample, about 20 have length 0: more than there are rounds.
+    rows[random.choice(len(rows), 640, replace=False)] = 0
+    no_long_ids = np.empty(0, np.int64)
+
+    lists = build_lists(torch.from_numpy(rows), no_long_ids, 200, seed=0)
+
+    # The 640 rows of length 0 are in one list, because they are equally far from all unit vectors.
+    assert lists.size_A.max() < 1000
+
+
 @pytest.mark.usefixtures("many")
 @pytest.mark.parametrize("made_by", ["faiss", "torch"])
 def test_few_lists_of_rows_with_a_common_direction_have_the_answers(made_by: str) -> None:
