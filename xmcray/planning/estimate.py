@@ -52,7 +52,7 @@ class Plan:
         queries: N.
         dim: D, width of the indexed vectors.
         batch: G.
-        memory_bytes: Memory of a worker.
+        memory_bytes: Memory of the device; that of a CPU's machine is shared by all workers.
         limit_bytes: What a worker may use: without reserves, and without its index actor where both
             share the machine.
         device_bytes: Bytes of one worker on its device, by part; empty without a GPU.

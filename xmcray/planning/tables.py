@@ -27,9 +27,9 @@ _SECONDS = {
 
 
 def sections(plan: Plan) -> dict[str, Rows]:
-    """Titles with their rows of a name and a value."""
-    capacity = _text(plan.memory_bytes, _BYTES)
-    memory_title = f"Memory of each of {plan.workers} workers ({plan.device}, {capacity})"
+    """Rows of name and value, by the title of their section."""
+    limit = _text(plan.limit_bytes, _BYTES)
+    memory_title = f"Memory, {plan.workers} workers ({plan.device}, at most {limit} for each)"
 
     queries_per_s = plan.batch / plan.step_seconds
     step_title = f"A step of {plan.batch:,} queries, {queries_per_s:,.0f} per second"
