@@ -79,7 +79,9 @@ def test_four_seeds_decide_nothing(claim: Any) -> None:
 
 def test_a_claim_can_be_about_a_ratio(claim: Any, paired_results: Any) -> None:
     ratio = claim.Comparison(of="a", against="b", ratio=True, low=1)
-    assert ratio.values(paired_results) == pytest.approx([1.02, 1.015, 1.02667, 1.01833, 1.0225], abs=1e-4)
+    assert ratio.values(paired_results) == pytest.approx(
+        [1.02, 1.015, 1.02667, 1.01833, 1.0225], abs=1e-4
+    )
     assert ratio.verdict(paired_results) == "holds"
 
 

@@ -1,11 +1,13 @@
 """Token ids of texts, put together from the remembered token ids of their words.
 
-A word here is what stands between two spaces, with its punctuation. The pieces of a word are its
-punctuation marks of ASCII, and what stands between them. For WordPiece as `tokens.train_wordpiece`
-makes it, the tokens of a text are those of its words in order, and the tokens of a word those of its
-pieces: the normaliser changes each character alone or with its accents, and no token contains a space
-or a punctuation mark together with something else. Most words of a text were in another one before,
-and looking them up is faster than tokenizing them again (benchmarks/prepare.py).
+A word is the text between two spaces or newlines. Its pieces are its ASCII punctuation marks and the
+text between them. With the WordPiece of `tokens.train_wordpiece`, the tokens of a text are those of
+its words in order, and the tokens of a word are those of its pieces. This holds for two reasons. The
+normaliser changes each character alone or with its accents. No token joins a space or a punctuation
+mark with other characters.
+
+Most words have occurred before, and looking them up is faster than tokenizing them again
+(benchmarks/prepare.py).
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class _WordIds(dict[str, tuple[int, ...]]):
     def __missing__(self, word: str) -> tuple[int, ...]:
         ids = self._tokenize(word)
         if len(word) <= MAX_WORD_CHARS:
-            # All of them go: frequent words are soon back.
+            # The cache is emptied as a whole, because frequent words return soon.
             if len(self) >= MAX_WORDS:
                 self.clear()
             self[word] = ids
@@ -75,7 +77,7 @@ class _WordIds(dict[str, tuple[int, ...]]):
         if len(pieces) > 1:
             return tuple(chain.from_iterable(map(self.__getitem__, pieces)))
         if word.isascii() and word.isalnum():
-            # The normaliser only makes its letters small. The rest of the library takes most of the time.
+            # For such a word the normaliser only lower-cases. Calling the model directly saves most time.
             return tuple(token.id for token in self._model.tokenize(word.lower()))
         return tuple(self._backend.encode(word).ids)
 

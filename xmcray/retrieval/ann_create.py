@@ -41,16 +41,18 @@ def create(
     # The graph of HNSW depends on the order of insertion, which is random with several threads.
     faiss.omp_set_num_threads(1 if "HNSW" in factory else threads)
     num_rows, dim = rows.shape
-    plain_graph = re.fullmatch(r"HNSW(\d+)(,Flat)?", factory)
+    graph_match = re.fullmatch(r"HNSW(\d+)(,Flat)?", factory)
     try:
         _check_numbers(factory)
-        if plain_graph and ids is None:
-            return _create_graph(rows, int(plain_graph[1]))
+        if graph_match and ids is None:
+            return _create_graph(rows, int(graph_match[1]))
         faiss_index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
         sample = _training_rows(faiss_index, rows, seed)
+        # The sample is not transformed, so the lists of an index that transforms rows are left to FAISS.
         lists = None if transforms_rows(faiss_index) else lists_of(faiss_index)
         if lists is not None:
             _train_centroids(lists, sample)
+        # FAISS keeps centroids that exist, and then trains only the codes.
         faiss_index.train(sample)
         if ids is None:
             faiss_index.add(rows)
@@ -79,12 +81,12 @@ def _check_numbers(factory: str) -> None:
 def _create_graph(rows: Float32Array, num_links: int) -> Any:
     """An HNSW graph over rows that it refers to and does not copy.
 
-    FAISS links rows by inner product if that is the metric. Long rows then get the links, and the
-    searches of others end before they are found: recall@50 stays below 0.96 whatever the breadth
-    (docs/serving.md). So the links are made by distance, after each row got one more number that
-    makes all rows equally long. For a query, whose number there is 0, the nearest of those rows
-    have the largest inner products (Bachrach et al. 2014, "Speeding up the Xbox recommender
-    system"). The search itself computes inner products of the rows as they are.
+    With inner product as the metric, long rows get almost all links. Searches for other rows then end
+    too early, and recall@50 stays below 0.96 at any breadth (docs/serving.md). So each row gets one
+    more number that makes all rows equally long, and links are made by distance. For a query, whose
+    number there is 0, the nearest of those rows have the largest inner products (Bachrach et al.
+    2014, "Speeding up the Xbox recommender system"). The search itself computes inner products of
+    the rows as they are.
 
     Args:
         rows: contiguous float32 [n, D].
@@ -93,12 +95,13 @@ def _create_graph(rows: Float32Array, num_links: int) -> Any:
     faiss = import_faiss()
     num_rows, dim = rows.shape
     squares = np.einsum("nd,nd->n", rows, rows)
-    missing = np.sqrt(squares.max() - squares)
-    level_rows = np.concatenate([rows, missing[:, None]], axis=1, dtype=np.float32)
+    extra = np.sqrt(squares.max() - squares)
+    equally_long = np.concatenate([rows, extra[:, None]], axis=1, dtype=np.float32)
     by_distance = faiss.IndexHNSWFlat(dim + 1, num_links, faiss.METRIC_L2)
-    by_distance.add(level_rows)
+    by_distance.add(equally_long)
     graph = faiss.IndexHNSWFlat(dim, num_links, faiss.METRIC_INNER_PRODUCT)
     graph.hnsw = by_distance.hnsw
+    # Distances are better if smaller, products if larger.
     graph.hnsw.is_similarity = True
     graph.ntotal = num_rows
     refer_to(graph, rows)
@@ -125,10 +128,9 @@ def _training_rows(faiss_index: Any, rows: Float32Array, seed: int) -> Float32Ar
 def _train_centroids(lists: Any, sample_SD: Float32Array) -> None:
     """Clusters a sample of rows, and makes the mean of each cluster the centroid of a list.
 
-    For inner products FAISS itself makes unit centroids, which equally long rows keep. But the rows of
-    a classifier differ in length and have a common direction, so that the product of a query with a
-    unit vector hardly tells a list with good answers. Its product with the mean of a list is the mean
-    score of the list's rows.
+    For inner products FAISS makes unit centroids. Equally long rows keep them. Rows of a classifier
+    differ in length and share a direction, so products with unit vectors hardly tell the lists apart.
+    The product with a list's mean is the mean score of its rows.
 
     Args:
         lists: an IndexIVF that is not trained. If it gets means, it assigns rows by distance from then on.

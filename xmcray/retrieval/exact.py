@@ -110,7 +110,7 @@ def exact_keys(
     id_N = as_tensor(rows.ids, np.int64).to(device)
     # Rows without an id are scored like all others and masked afterwards: leaving them out would
     # change the shape of the product, and with it the last bits of other scores.
-    some_no_answer = bool((id_N < 0).any())
+    has_unanswerable = bool((id_N < 0).any())
     block_queries, block_rows = GPU_BLOCK if device.type == "cuda" else CPU_BLOCK
     # Few rows need no full block, but whole groups.
     num_groups = math.ceil(num_vectors / GROUP)
@@ -129,7 +129,7 @@ def exact_keys(
             score_BR = buffer_BR[:, : len(vector_RD)]
             buffer_BR[:, len(vector_RD) :] = -torch.inf
             torch.mm(query_BD, vector_RD.T, out=score_BR)
-            if some_no_answer:
+            if has_unanswerable:
                 score_BR.masked_fill_(id_R < 0, -torch.inf)
             if len(hidden.values):
                 _hide(score_BR, hidden, first)

@@ -59,9 +59,10 @@ def searchable(vector_ND: Tensor) -> Float32Array | None:
 def answer_at_once(
     vectors: Float32Array, queries: Float32Array, k: int, ids: Int64Array
 ) -> TopLabels | None:
-    """The k best rows of one query, best first, as FAISS finds them; None if it cannot.
+    """The k best rows of one query by a single call of FAISS, best first; None if that is not enough.
 
-    It cannot where more than the scores decide: equal scores, or rows that are no answers.
+    It is not enough if k is too large for FAISS's heap, if several threads should compute, if scores
+    are equal, or if one of the best rows is no answer.
 
     Args:
         vectors: float32 [n, D], from `searchable`.
@@ -83,7 +84,7 @@ def answer_at_once(
 
 
 def best_first(rows: BestRows, k: int) -> TopLabels | None:
-    """The answer to one query: the k best rows, equal scores by lower id; None if there are less."""
+    """The answer to one query: the k best rows, equal scores by lower id; None if there are fewer."""
     if len(rows.ids) < k:
         return None
     scores = rows.scores + np.float32(0)  # turns -0.0, which equals 0.0, into 0.0
@@ -100,7 +101,7 @@ def best_rows(
     Args:
         vectors: contiguous float32 [n, D].
         query: contiguous float32 [D].
-        k: wanted rows; there are less if fewer rows can be answers.
+        k: wanted rows; there are fewer if not as many can be answers.
         ids: int64 [n], id of each row; a row with a negative id is no answer.
         hidden: int64, positions of rows that are no answers to this query.
     """
@@ -117,7 +118,7 @@ def best_scored(scores: Float32Array, k: int, ids: Int64Array) -> BestRows:
 
     Args:
         scores: float32 [P], -inf for what is no answer; may change.
-        k: wanted rows; there are less if fewer can be answers.
+        k: wanted rows; there are fewer if not as many can be answers.
         ids: int64 [P], the id of each score's row; a row with a negative id is no answer.
     """
     places = reaching_kth(scores, k)
@@ -134,8 +135,9 @@ def best_scored(scores: Float32Array, k: int, ids: Int64Array) -> BestRows:
 def _best_at_once(
     vectors: Float32Array, query: Float32Array, k: int, ids: Int64Array
 ) -> tuple[Int64Array, Float32Array] | None:
-    """Ids and scores of the k best rows, best first, as FAISS finds them; None if it cannot.
+    """Ids and scores of the k best rows, best first; None if a single call of FAISS is not enough.
 
+    Scores may be equal, but not that of the last row and that of the next one, which is left out.
     A few numbers are compared as Python's own: a call of NumPy takes microseconds, and the whole
     search should take about ten.
     """
@@ -151,25 +153,28 @@ def _best_at_once(
 
 
 def reaching_kth(scores: Float32Array, k: int, lowest: float = LOWEST) -> Int64Array:
-    """Positions of at least the k best scores that are not below `lowest`, and of few others.
+    """Positions of the k best scores, of all that equal the k-th, and of few others.
 
-    There are less than k of them if some of the best scores are NaN or lower. They ascend.
+    Scores below `lowest` are left out.
+
+    Returns:
+        int64, ascending. There may be fewer than k if some of the best scores are NaN or too low.
     """
     # k groups with a maximum that reaches the bar have at least k scores that do. Maxima are found
     # without a branch per score, in a fraction of the time of a selection among all of them.
     num_groups = len(scores) // GROUP
     competing = scores
     if num_groups >= k:
-        # A group is a column, so that rows of maxima are compared with whole vectors.
+        # Each group is a column, so that whole rows are compared, which lie in order in memory.
         competing = scores[: num_groups * GROUP].reshape(GROUP, num_groups).max(axis=0)
     place = max(0, len(competing) - k)
-    # NaN comes last, as the best.
+    # `np.partition` puts NaN last, where the best scores are.
     kth_best = np.partition(competing, place)[place]
     return np.flatnonzero(scores >= max(kth_best, lowest))
 
 
 def _scores(vectors: Float32Array, query: Float32Array) -> Float32Array:
-    """float32 [n], the inner products of all rows, computed by torch's number of threads."""
+    """float32 [n], the inner products of all rows, computed by `_num_parts` threads."""
     num_parts = _num_parts(vectors)
     if num_parts == 1:
         return ann.inner_products(vectors, query)

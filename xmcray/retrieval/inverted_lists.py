@@ -6,6 +6,7 @@ about equal there are none.
 
 Letters of axes here, in addition to those in types.py:
 
+    N  all rows
     A  all lists, C of them of rows that are not long
     R  rows of all lists, each list filled up to whole groups
 """
@@ -19,20 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xmcray.retrieval.exact import (
-    GROUP,
-    as_tensor,
-    row_slots,
-)
+from xmcray.retrieval.exact import GROUP, as_tensor, row_slots
 from xmcray.types import Float32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much is computed at once: little stays in a processor's caches, much keeps a GPU busy.
+    """How much is computed at once. Small amounts fit a processor's caches, large ones keep a GPU busy.
 
     Attributes:
-        queries: The more, the larger the products.
+        queries: Queries of one chunk. More make the matrix products larger.
         visits: Pairs of query and list that are sorted.
         scores: Scores and elements of gathered vectors.
         hits: Kept until they are merged.
@@ -47,13 +44,14 @@ class Limits:
 
 
 CPU = Limits(queries=1 << 16, visits=1 << 25, scores=1 << 20, hits=1 << 23, keys=1 << 18)
-ONE_LENGTH = 1.001  # ratio of the longest to the shortest of equally long rows
-LONG_ROWS = 512  # of a list of long rows, or as many as other lists have on average
+EQUAL_LENGTHS = 1.001  # ratio of the longest to the shortest of equally long rows
+LONG_ROWS = 512  # in a list of long rows, or as many as in an average list if that is more
 
 
 def gpu_limits(num_rows: int, dim: int) -> Limits:
     """Limits on a GPU, by what the rows take there."""
-    scores = min(max(num_rows * dim // 2, 1 << 26), 1 << 29)
+    half_of_vectors = num_rows * dim // 2
+    scores = min(max(half_of_vectors, 1 << 26), 1 << 29)
     return Limits(
         queries=1 << 19,
         visits=scores // 4,
@@ -80,8 +78,8 @@ def device_bytes(num_rows: int, dim: int) -> int:
     num_bytes = num_rows * (4 * dim + 8 * 8)
     # Scores, their groups, and what is selected from a quarter of them in the first round.
     num_bytes += 10 * limits.scores
-    # The list, its place and its query, of which sorting takes as much again.
-    num_bytes += 2 * 16 * limits.visits
+    # List, place and query of a visit, and what sorting takes.
+    num_bytes += 32 * limits.visits
     # Query, row and score of a hit before and after they are joined and sorted.
     num_bytes += 2 * 2 * 24 * limits.hits
     return num_bytes + limits.queries * 4 * dim + 3 * 8 * limits.keys
@@ -89,12 +87,14 @@ def device_bytes(num_rows: int, dim: int) -> int:
 
 @dataclass(frozen=True)
 class InvertedLists:
-    """Rows by list: short lists first, and lists of long rows last, the longest first.
+    """Rows by list. Lists with a centroid come first, the shortest first.
+
+    Lists of long rows follow, the longest rows first.
 
     Attributes:
         vector_ND: float32, all N rows by position.
-        centroid_CD: float32, one centroid per list of rows that are not long: the mean of its rows in a
-            sample.
+        centroid_CD: float32, one centroid per list of rows that are not long: the mean of the list's
+            sampled rows, or a unit vector if all rows are equally long.
         size_A: int64, rows of each list.
         row_ids: int64, positions of all rows, list after list. The last row of a list is repeated
             until the list has whole groups.
@@ -116,40 +116,42 @@ class InvertedLists:
         list_ids: Tensor,
         long_ids: Int64Array,
     ) -> InvertedLists:
-        """Sorts rows by their lists.
+        """Builds the lists from the list of each row.
 
         Args:
             vector_ND: float32, all N rows by position.
             centroid_CD: float32.
-            row_ids: int64, positions of the rows that are near centroids.
+            row_ids: int64, positions of the rows in lists with a centroid.
             list_ids: int64, the list of each of these rows.
             long_ids: int64, positions of all other rows, ascending.
         """
         num_lists = len(centroid_CD)
-        long_rows = as_tensor(long_ids, np.int64).to(vector_ND.device)
+        long_row_ids = as_tensor(long_ids, np.int64).to(vector_ND.device)
         # The longest first: they raise the bar for the others.
-        by_length = vector_ND[long_rows].norm(dim=1).argsort(descending=True, stable=True)
-        long_lists = torch.arange(len(long_rows), device=vector_ND.device)
+        by_length = vector_ND[long_row_ids].norm(dim=1).argsort(descending=True, stable=True)
+        long_lists = torch.arange(len(long_row_ids), device=vector_ND.device)
         long_lists //= max(LONG_ROWS, len(row_ids) // num_lists)
         # Lists of about one size become neighbours, which are scored together.
         by_size = torch.bincount(list_ids, minlength=num_lists).argsort(stable=True)
         # The inverse of a permutation is its argsort: here the new number of each list.
-        list_ids = torch.cat([by_size.argsort()[list_ids], num_lists + long_lists])
-        row_ids = torch.cat([row_ids, long_rows[by_length]])
-        row_ids = row_ids[list_ids.argsort(stable=True)]
-        size_A = torch.bincount(list_ids, minlength=num_lists)
+        new_number_C = by_size.argsort()
+        all_list_ids = torch.cat([new_number_C[list_ids], num_lists + long_lists])
+        all_row_ids = torch.cat([row_ids, long_row_ids[by_length]])
+        sorted_row_ids = all_row_ids[all_list_ids.argsort(stable=True)]
+        size_A = torch.bincount(all_list_ids, minlength=num_lists)
         start_A = size_A.cumsum(0) - size_A
         # Lists are filled up to whole groups: the slots after a list's last row repeat that row.
         padded_A = GROUP * num_groups(size_A)
         list_R = torch.repeat_interleave(padded_A)
         last_slot_R = size_A[list_R] - 1
         slot_R = torch.minimum(row_slots(list_R, len(size_A)), last_slot_R)
+        place_R = start_A[list_R] + slot_R
         return cls(
-            vector_ND,
-            centroid_CD[by_size],
-            size_A,
-            row_ids[start_A[list_R] + slot_R],
-            padded_A.cumsum(0) - padded_A,
+            vector_ND=vector_ND,
+            centroid_CD=centroid_CD[by_size],
+            size_A=size_A,
+            row_ids=sorted_row_ids[place_R],
+            offset_A=padded_A.cumsum(0) - padded_A,
         )
 
     @functools.cached_property
@@ -174,21 +176,20 @@ def num_groups(num_rows: Tensor) -> Tensor:
 
 
 def are_equally_long(lengths: Float32Array) -> bool:
-    """Whether rows have one length, up to rounding; those of length 0, of texts without words, aside.
+    """Whether all rows have the same length, up to 0.1 %. Rows of length 0 (texts without words) are ignored.
 
-    The list with the nearest unit centroid then also has the largest inner product with it. So a
-    query that equals a row visits that row's list first.
+    The nearest unit centroid of a row then has the largest inner product with it, too. So a query
+    that equals a row visits that row's list first.
     """
     lengths = lengths[lengths != 0]
-    return bool(lengths.max(initial=0) <= ONE_LENGTH * lengths.min(initial=np.inf))
+    return bool(lengths.max(initial=0) <= EQUAL_LENGTHS * lengths.min(initial=np.inf))
 
 
 def long_rows(vectors: Float32Array, share: float, ratio: float) -> Int64Array:
     """Positions of the rows that are clearly longer than others, ascending.
 
-    A list finds a row by its direction alone. A query's answers are in the nearest lists as long as
-    no other row makes up for its direction by its length. Rows of about one length are therefore
-    best left to the lists, all of them.
+    A very long row can be an answer to queries that visit other lists. Such rows get lists that every
+    query visits. If all rows have about the same length, none is treated as long.
 
     Args:
         vectors: float32 [n, D].

@@ -3,7 +3,7 @@
 A search that takes one query at a time reads a list again for each query. Here one matrix product
 scores a list for all queries that visit it. A score costs as little as in an exhaustive search, but
 only the rows of the visited lists are scored. Every score is exact. The search for the hard
-negatives of a whole epoch works this way, on a CPU or on the device that holds the rows.
+negatives of a whole epoch works this way on a GPU. On a CPU `Index` decides for each search.
 
 The search goes in rounds. In the first rounds a query visits few lists, in the last rounds many. The
 k-th best score of a query so far is its *bar*. A *hit* is a score that reaches the bar. Only hits are
@@ -15,7 +15,8 @@ later step is one operation on the whole buffer.
 
 Letters of axes here, in addition to those in types.py:
 
-    Q  queries in one product           R  rows of one list, filled up to whole groups
+    Q  queries of a search or product   R  rows of one list or of several, each list
+    N  all rows                            filled up to whole groups
     A  all lists; C of them have no     V  lists that a query visits in a round
        long rows
     P  visits: pairs of query and list  G  groups of scores, all visits one after another
@@ -104,7 +105,7 @@ class _Piece:
 
     @property
     def num_visits(self) -> int:
-        """Number of queries, because each visit is that of another query."""
+        """Number of visits, each by another query."""
         return self.stop - self.start
 
 
@@ -131,7 +132,7 @@ class _ChunkScan:
         self.lists = lists
         self.query_BD = as_tensor(queries).to(device)
         self.id_N = id_N
-        self.some_no_answer = bool((rows.ids < 0).any())
+        self.has_unanswerable = bool((rows.ids < 0).any())
         self.best_BK = empty_keys(len(queries), k).to(device, copy=True)
         # The k-th best score of each query so far.
         self.bar_B = scores_of(self.best_BK[:, -1])
@@ -222,7 +223,7 @@ class _ChunkScan:
                 piece = _Piece(first_row, num_rows, low, min(low + most_visits, stop))
                 size = piece.num_visits * visit_size + num_rows * dim
                 # `_list_bar` pads all lists of a batch to the longest, so they must be of similar size.
-                is_larger = pieces and piece.num_rows > 2 * pieces[0].num_rows
+                is_larger = bool(pieces) and piece.num_rows > 2 * pieces[0].num_rows
                 is_full = num_elements + size > limit
                 if pieces and (is_larger or is_full):
                     yield pieces
@@ -264,7 +265,7 @@ class _ChunkScan:
         # "not below": a group with a NaN has the maximum NaN, and may have a hit too.
         max_G = score_GJ.amax(dim=1)
         is_below_G = max_G < bar_P[visit_G]
-        group_H = is_below_G.logical_not_().nonzero()[:, 0]
+        group_H = (~is_below_G).nonzero()[:, 0]
         visit_H = visit_G[group_H]
         score_HJ = score_GJ[group_H]
         # The place of the group's first row in its list.
@@ -302,16 +303,16 @@ class _ChunkScan:
             stop = start + len(query_QD) * len(list_RD)
             score_QR = self.buffer[start:stop].view(len(query_QD), len(list_RD))
             torch.mm(query_QD, list_RD.T, out=score_QR)
-            if self.some_no_answer:
-                is_no_answer_R = self.id_N[self.lists.row_ids[piece.rows]] < 0
-                score_QR.masked_fill_(is_no_answer_R, -torch.inf)
+            if self.has_unanswerable:
+                is_unanswerable_R = self.id_N[self.lists.row_ids[piece.rows]] < 0
+                score_QR.masked_fill_(is_unanswerable_R, -torch.inf)
             start = stop
         return self.buffer[:num_scores].view(-1, GROUP)
 
     def _list_bar(
         self, score_GJ: Tensor, visit_G: Tensor, first_P: Tensor, size_P: Tensor, most_rows: int
     ) -> Tensor:
-        """float32 [P], the k-th best score of each visit; -inf if its list has fewer rows.
+        """float32 [P], the k-th best score of each visit; -inf if its list has fewer than k rows.
 
         Args:
             score_GJ: float32, the scores of all visits.
@@ -331,8 +332,8 @@ class _ChunkScan:
         score_PMJ[visit_G, group_in_list_G] = score_GJ
         score_PR = score_PMJ.view(num_visits, most_rows)
         slots = torch.arange(most_rows, device=score_GJ.device)
-        is_none_PR = (slots >= size_P[:, None]) | score_PR.isnan()
-        score_PR.masked_fill_(is_none_PR, -torch.inf)
+        is_no_row_PR = (slots >= size_P[:, None]) | score_PR.isnan()
+        score_PR.masked_fill_(is_no_row_PR, -torch.inf)
         return score_PR.topk(k, dim=1).values[:, -1]
 
     def _merge_hits(self) -> None:
@@ -383,6 +384,7 @@ def _order(query_I: Tensor) -> Tensor:
     """int64 [I], the order that sorts hits by query."""
     if query_I.device.type == "cuda":
         return torch.argsort(query_I, stable=True)
-    # The queries of a chunk are numbered with 16 bits, and NumPy sorts these by a fast radix sort.
+    # A chunk on a CPU has at most 2^16 queries (`inverted_lists.CPU`), so 16 bits hold their numbers.
+    # NumPy sorts those by a fast radix sort.
     query_numbers = query_I.numpy().astype(np.uint16)
     return torch.from_numpy(np.argsort(query_numbers, kind="stable"))

@@ -41,12 +41,13 @@ class PartReasons:
         return all_reasons
 
     def _pairs(self, top: TopLabels) -> Int64Array:
-        """int64 [B, K], which of the candidates each answer is; -1 for a missing one."""
+        """int64 [B, K], the place of each answer among the candidates; -1 for a missing answer."""
         labels = self.candidates.labels
         num_ids = 1 + int(labels.values.max(initial=0))
-        candidate_pairs = labels.pairs(num_ids)
-        answer_pairs = pairs_of(top.ids, num_ids)
-        pair_BK, is_candidate_BK = find_sorted(candidate_pairs, answer_pairs)
+        # A key is one number for query and label.
+        candidate_keys = labels.pairs(num_ids)
+        answer_keys = pairs_of(top.ids, num_ids)
+        pair_BK, is_candidate_BK = find_sorted(candidate_keys, answer_keys)
         is_answer_BK = top.ids >= 0
         assert is_candidate_BK[is_answer_BK].all(), "an answer is no candidate"
         return np.where(is_answer_BK, pair_BK, -1)
@@ -67,7 +68,7 @@ class PartReasons:
         """Uid and text of the voters of several candidates, by row."""
         if self.queries is None:
             return {}
-        # One look-up for all of them, because reading a block of the file is what costs.
+        # One look-up for all voters, because reading blocks of the file takes most of the time.
         rows: set[int] = set()
         for weights in voters:
             rows.update(weights)

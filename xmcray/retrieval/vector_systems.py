@@ -129,6 +129,7 @@ def _qdrant_points(block: pa.Table) -> Iterator[str]:
         payload = {"uid": label["uid"], "text": label["text"]}
         if label["attributes"]:
             payload["attributes"] = label["attributes"]
+        # The values are JSON already, as `_json_object` wants them.
         point = {
             "id": str(label["label_id"]),
             "vector": label["vector"],

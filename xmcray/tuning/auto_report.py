@@ -125,7 +125,7 @@ def _parts_table(result: Result) -> _Table:
     refitted = ", ".join(result["bundle"]["refitted"]) or "none"
     note = (
         f"With all parts that have a weight: {metrics} on {choice['queries']:,} held-out queries. p:"
-        f" of the answers without the part. Trained once more on all queries: {refitted}."
+        f" paired test of the answers with and without the part. Trained once more on all queries: {refitted}."
     )
     return _Table("Parts of the bundle", columns, rows, note)
 
