@@ -281,7 +281,7 @@ def _device_index_bytes(training: _Training, dim: int) -> int:
     """Bytes of an index on the worker's GPU; 0 if it cannot be there."""
     config = training.config
     negatives = config.negatives
-    may_be_there = negatives.suits_gpu and config.cluster.index_resource != "CPU"
+    may_be_there = negatives.suits_gpu and config.cluster.index_may_use_gpu
     if not training.rates.on_gpu or not may_be_there:
         return 0
     return _CUDA_BYTES + index_device_bytes(negatives.index, training.rows, dim)

@@ -319,7 +319,7 @@ def train_here(
     corpus: Corpus,
     on_step: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Trains in this process, without Ray; the index is built in a thread."""
+    """Trains in this process, without Ray; the index is built and searched in a thread."""
     cluster = run.config.cluster
     threads = cluster.threads_per_process or max(1, (os.cpu_count() or 2) // 2)
     configure_this_process(threads)
@@ -330,13 +330,27 @@ def train_here(
         )
     device = torch.device("cuda" if has_gpu and cluster.device != "cpu" else "cpu")
     data = TrainingData(corpus, run.config.data)
-    spec = RefreshSpec(1, run.config.negatives, run.config.optim.seed, threads)
-    refresher = ThreadRefresher(data, spec)
+    refresher = ThreadRefresher(data, refresh_here(run.config, device, threads))
     setup = build(run.config, data, device, vectors=run.vectors)
     try:
         return Loop(run, setup, refresher, on_step).train()
     finally:
         refresher.close()
+
+
+def refresh_here(config: RunConfig, device: torch.device, threads: int) -> RefreshSpec:
+    """Settings of the refreshes of a run in one process, which share the device of its steps."""
+    may_use_gpu = config.negatives.suits_gpu and config.cluster.index_may_use_gpu
+    on_gpu = device.type == "cuda" and may_use_gpu
+    return RefreshSpec(
+        num_shards=1,
+        negatives=config.negatives,
+        seed=config.optim.seed,
+        threads=threads,
+        gpu=0 if on_gpu else None,
+        shares_gpu=on_gpu,
+        matmul=config.optim.matmul,
+    )
 
 
 def _train_on_ray(run: Run, corpus: Corpus) -> None:

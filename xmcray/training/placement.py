@@ -42,7 +42,6 @@ _WAIT_S = 240
 _WAIT_FOR_MACHINES_S = 3600  # a machine in the cloud may take long to start
 _NODE_ID = "ray.io/node-id"  # a label that Ray gives to each node
 _ANY_NODE = {_NODE_ID: "!none"}  # no node has the id "none"
-_NO_GPU = "CPU"  # as `cluster.index_resource`: index actors stay off GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +225,7 @@ def _index_options(
                 " give its nodes more of that resource or set cluster.index_resource to another one"
             )
         return {"resources": unit, **spread}
-    may_use_gpu = use_gpu and cluster.index_resource != _NO_GPU
+    may_use_gpu = use_gpu and cluster.index_may_use_gpu
     if may_use_gpu and nodes.total("GPU") >= cluster.workers + num_shards:
         return {"num_gpus": 1, **spread}
     return {**_cpu_node_options(nodes), **spread}
@@ -238,7 +237,7 @@ def _shared_gpus(
     """Returns options and a GPU for each index actor if the trainers take all GPUs, otherwise
     nothing.
     """
-    if _nodes_are_marked(cluster, nodes) or cluster.index_resource == _NO_GPU:
+    if _nodes_are_marked(cluster, nodes) or not cluster.index_may_use_gpu:
         return []
     # A GPU that trainers leave may be that of another job, and actors would not reserve it.
     if nodes.total("GPU") > cluster.workers:
@@ -262,10 +261,10 @@ def _shared_gpus(
 
 def _nodes_are_marked(cluster: ClusterConfig, nodes: Nodes) -> bool:
     """Whether a node has the resource of index actors, or an autoscaler may start one that has."""
-    resource = cluster.index_resource
-    if resource in ("", _NO_GPU):
+    # Every node has the resource "CPU", which therefore marks none.
+    if not cluster.index_resource or not cluster.index_may_use_gpu:
         return False
-    unit = {resource: 1.0}
+    unit = {cluster.index_resource: 1.0}
     return bool(nodes.room(unit) or nodes.possible_room(unit))
 
 

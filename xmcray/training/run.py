@@ -115,6 +115,11 @@ class ClusterConfig:
         )
         check_choices(self, "cluster")
 
+    @property
+    def index_may_use_gpu(self) -> bool:
+        """Whether hard negatives may be searched on GPUs."""
+        return self.index_resource != "CPU"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:

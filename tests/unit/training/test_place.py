@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from xmcray.errors import ConfigError, ResourceError
 from xmcray.ray_adapter.cluster import Node
 from xmcray.ray_adapter.private import HEAD_RESOURCE
 from xmcray.training import placement
+from xmcray.training.launch import refresh_here
 from xmcray.training.placement import Nodes, place
-from xmcray.training.run import ClusterConfig
+from xmcray.training.run import ClusterConfig, RunConfig
 
 HEAD: dict[str, float] = {HEAD_RESOURCE: 1}
 GPU: dict[str, float] = {"CPU": 8, "GPU": 4}
@@ -160,3 +162,23 @@ def test_the_configuration_on_a_head_says_what_may_come(
     assert Nodes.of_cluster() == Nodes(
         {"h": HEAD, "g": GPU}, [(HEAD, 1), (GPU, 3)], autoscaled=True
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "gpu"),
+    [
+        ("cuda", [], 0),
+        ("cuda", ["negatives.index=Flat"], 0),
+        ("cpu", [], None),
+        ("cuda", ["negatives.hard=0"], None),
+        ("cuda", ["negatives.index=HNSW32"], None),  # needs a FAISS for GPUs
+        ("cuda", ["cluster.index_resource=CPU"], None),
+    ],
+)
+def test_a_run_in_one_process_searches_on_the_device_of_its_steps(
+    device: str, settings: list[str], gpu: int | None
+) -> None:
+    run_config = RunConfig.resolve("astra", {}, ["optim.matmul=bf16", *settings])
+    spec = refresh_here(run_config, torch.device(device), threads=1)
+    assert (spec.gpu, spec.shares_gpu) == (gpu, gpu is not None)
+    assert spec.matmul == "bf16"
