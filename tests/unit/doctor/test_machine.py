@@ -192,3 +192,11 @@ def test_a_low_limit_of_mapped_files_is_a_warning(tmp_path: Path) -> None:
         levels_by_limit[text] = machine.mappings(limit).level
     assert levels_by_limit == {"65530\n": "ok", "1000\n": "warning"}
     assert machine.mappings(tmp_path / "absent").level == "ok"
+
+
+def test_a_low_limit_of_open_files_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels_by_limit = {}
+    for limit in (1024, 65_536, -1):  # unlimited is negative
+        monkeypatch.setattr(machine.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        levels_by_limit[limit] = machine.limits().level
+    assert levels_by_limit == {1024: "warning", 65_536: "ok", -1: "ok"}
