@@ -1,6 +1,7 @@
 """Compares the search of one vector with FAISS and hnswlib: same vectors, same thread, interleaved.
 
     python benchmarks/one_query.py [--rows 2200 32085 104969 1000000] [--peer-graphs 200000]
+    python benchmarks/one_query.py --vectors 8 --peer-graphs 0 --out one_query_8.md
 
 Rows are clustered in few dimensions and differ in length, as those of a classifier do; a query is
 noise around a label. Rounds of all sides take turns, so that other processes and the frequency of
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[2200, 32_085, 104_969, 10**6])
     parser.add_argument("--peer-graphs", type=int, default=200_000, help="at most so many rows")
     parser.add_argument("--rounds", type=int, default=1, help="through all queries")
+    parser.add_argument("--vectors", type=int, default=1, help="of one search")
     options = parser.parse_args()
     load = refuse_if_busy(options.anyway)
     torch.set_num_threads(1)
@@ -78,11 +80,13 @@ def main() -> None:
         rows, queries = rows_and_queries(num_rows)
         table += measure(rows, queries, options)
     notes = [
-        f"D = {DIM}, k = {K}, one thread; CPU time of a search, over {MEASURED} queries",
+        f"D = {DIM}, k = {K}, one thread; CPU time of a search of {options.vectors} vectors, over"
+        f" {MEASURED} queries",
         f"peers' graphs are built up to {options.peer_graphs:,} rows",
         load,
     ]
-    write_table(options.out, "The search of one query", HEADER, table, notes)
+    searched = "one query" if options.vectors == 1 else f"{options.vectors} queries"
+    write_table(options.out, f"The search of {searched}", HEADER, table, notes)
 
 
 def rows_and_queries(num_rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -123,24 +127,25 @@ def measure(rows: np.ndarray, queries: np.ndarray, options: argparse.Namespace) 
     sides = [*flat_sides(rows), *index_sides(rows, tuning)]
     if len(rows) <= options.peer_graphs:
         sides += peer_graphs(rows, tuning)
-    times = np.empty((len(sides), options.rounds * MEASURED))
-    hits = np.zeros(len(sides))
-    for turn in range(options.rounds * MEASURED):
-        query = turn % MEASURED
+    starts = options.rounds * list(range(0, MEASURED - options.vectors + 1, options.vectors))
+    times = np.empty((len(sides), len(starts)))
+    recall = np.zeros(len(sides))
+    for turn, start in enumerate(starts):
+        chunk = slice(start, start + options.vectors)
         for number, side in enumerate(sides):
             started = time.thread_time()
-            ids = side.search(measured[query : query + 1])
+            ids = side.search(measured[chunk])
             times[number, turn] = time.thread_time() - started
-            found_rows = ids[0] if side.row_of_id is None else side.row_of_id[ids[0]]
-            hits[number] += len(np.intersect1d(found_rows, exact_ids[query]))
+            found_rows = ids if side.row_of_id is None else side.row_of_id[ids]
+            recall[number] += recall_of(found_rows, exact_ids[chunk], K) / len(starts)
     medians = np.median(times, axis=1)
     table = []
     for number, side in enumerate(sides):
         least_ms = 1000 * times[number].min()
         median_ms = 1000 * medians[number]
         ratio = f"{medians[number] / medians[0]:.2f}"
-        recall = hits[number] / (K * times.shape[1])
-        table.append([len(rows), side.name, least_ms, median_ms, ratio, recall, side.settings])
+        row = [len(rows), side.name, least_ms, median_ms, ratio, recall[number], side.settings]
+        table.append(row)
         print(*table[-1], flush=True)
     return table
 
