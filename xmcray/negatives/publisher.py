@@ -81,20 +81,16 @@ class Publisher:
     @property
     def pending(self) -> QueryBlock | None:
         """What is collected and not yet given to the writer; None if there is nothing."""
-        return self._joined() if self._collected else None
-
-    def _joined(self) -> QueryBlock:
-        """All that is collected, as one block on the host."""
-        return QueryBlock.concatenate([_on_host(queries) for queries in self._collected])
+        return _joined(self._collected) if self._collected else None
 
     def flush(self, version: int, step: int) -> None:
-        """Queues what is collected up to a step to be written."""
-        block = self._joined()
-        self._collected.clear()
+        """Queues what is collected up to a step to be written, without waiting for its device."""
+        collected = self._collected
+        self._collected = []
         folder = self.ledger.version(version)
         rank = collectives.rank()
-        if len(block.ids):
-            self.writer.put(lambda: [folder.write_queries(step, rank, block)])
+        if any(len(queries.ids) for queries in collected):
+            self.writer.put(lambda: [folder.write_queries(step, rank, _joined(collected))])
 
     def publish(self, version: int, step: int) -> Path:
         """Queues all that a version needs from this rank, and then the mark that it is there.
@@ -158,6 +154,11 @@ class BackgroundWriter:
             previous.result()  # after an error no later job runs: the ledger stays as it is
         for path in job():
             self.hashes[self._ledger.name_of(path)] = hash_file(path).sha256
+
+
+def _joined(collected: Sequence[_StepQueries | QueryBlock]) -> QueryBlock:
+    """All that is collected, as one block on the host."""
+    return QueryBlock.concatenate([_on_host(queries) for queries in collected])
 
 
 def _on_host(queries: _StepQueries | QueryBlock) -> QueryBlock:
