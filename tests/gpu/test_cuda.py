@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from corpora import corpus_of, planted_corpus
@@ -26,12 +27,17 @@ from xmcray.planning.data_size import from_numbers
 from xmcray.planning.devices import device_rates
 from xmcray.planning.estimate import BETWEEN_STEPS, INDEX, estimate
 from xmcray.planning.stand_in import StandInData
+from xmcray.retrieval.answerable import AnswerableRows
+from xmcray.retrieval.exact import exact_search, from_keys
+from xmcray.retrieval.kmeans import build_lists
+from xmcray.retrieval.list_scan import scan_lists
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import train_here
 from xmcray.training.loop import assemble
 from xmcray.training.run import Run, RunConfig, open_or_create
 from xmcray.training.step import Stepper
+from xmcray.types import Int64Array
 
 pytestmark = [
     pytest.mark.gpu,
@@ -157,3 +163,28 @@ def test_a_step_of_one_rank_takes_the_planned_memory(name: str) -> None:
         of_a_step.pop(other, None)
     planned_bytes = sum(of_a_step.values())
     assert peak_bytes == pytest.approx(planned_bytes, rel=0.15)
+
+
+@pytest.mark.parametrize("num_lists", [0, 64])
+def test_a_search_on_the_device_finds_what_one_on_the_host_finds(num_lists: int) -> None:
+    """Of all rows, or of the rows in a third of the lists."""
+    random = np.random.default_rng(0)
+    centres = random.standard_normal((60, 16), np.float32)
+    rows = centres[random.integers(60, size=12_000)]
+    rows += 0.4 * random.standard_normal(rows.shape, np.float32)
+    queries = rows[random.integers(12_000, size=1000)]
+    queries += 0.1 * random.standard_normal(queries.shape, np.float32)
+
+    def labels_on(device: str) -> Int64Array:
+        vectors = torch.from_numpy(rows).to(device)
+        if not num_lists:
+            return exact_search(vectors, queries, 10).ids
+        lists = build_lists(vectors, np.empty(0, np.int64), num_lists, seed=0)
+        all_rows = AnswerableRows.of(len(rows), len(queries), None, None)
+        return from_keys(scan_lists(lists, queries, 10, num_lists // 3, all_rows)).ids
+
+    hits = 0
+    for on_host, on_device in zip(labels_on("cpu"), labels_on("cuda"), strict=True):
+        hits += len(np.intersect1d(on_host, on_device))
+    # Sums in another order round differently, which may decide between two rows or two lists.
+    assert hits >= 0.99 * 10 * len(queries)
