@@ -169,7 +169,16 @@ SERVED = [
     "dexml, transformer",
     "astra, ranks",
 ]
-RESUMED = ["astra", "renee", "dexml, cache", "unidec", "prime", "rae", "transformer"]
+RESUMED = [
+    "astra",
+    "renee",
+    "dexml, cache",
+    "unidec",
+    "prime",
+    "rae",
+    "transformer",
+    "astra, ranks",
+]
 SMALL_BATCH = ("optim.batch_size=256", "data.augment_with_labels=false", "encoder.dim=32")
 HARD = (*SMALL_BATCH, "negatives.hard=10")
 RANK_OF_EIGHT = (

@@ -79,11 +79,19 @@ def train(
     run = open_or_create(folder / "runs" / name, config, corpus, "auto")
     if ranks == 1:
         return _counted(lambda: train_here(run, corpus))
+    return _train_ranks(ranks, run, corpus)
+
+
+def _train_ranks(
+    ranks: int, run: Run, corpus: Corpus, on_step: Callable[[int], None] | None = None
+) -> dict[str, Any]:
+    """Trains all ranks; the result of one of them, or the first error."""
+    (run.path / "store").unlink(missing_ok=True)
     context = multiprocessing.get_context("fork")
     results: Any = context.SimpleQueue()
     processes = []
     for rank in range(ranks):
-        arguments = (rank, ranks, run, corpus, results)
+        arguments = (rank, ranks, run, corpus, results, on_step)
         processes.append(context.Process(target=_train_rank, args=arguments, daemon=True))
     for process in processes:
         process.start()
@@ -94,7 +102,14 @@ def train(
     return failed[0] if failed else of_ranks[0]
 
 
-def _train_rank(rank: int, ranks: int, run: Run, corpus: Corpus, results: Any) -> None:
+def _train_rank(
+    rank: int,
+    ranks: int,
+    run: Run,
+    corpus: Corpus,
+    results: Any,
+    on_step: Callable[[int], None] | None,
+) -> None:
     """Trains one rank of several, whose tensors Gloo exchanges in place of NCCL."""
     try:
         torch.set_num_threads(1)
@@ -106,7 +121,7 @@ def _train_rank(rank: int, ranks: int, run: Run, corpus: Corpus, results: Any) -
             data = TrainingData(corpus, run.config.data)
             setup = build(run.config, data, CUDA)
             refresher = ThreadRefresher(data, RefreshSpec(ranks, run.config.negatives, 0))
-            return Loop(run, setup, refresher).train()
+            return Loop(run, setup, refresher, on_step).train()
 
         results.put(_counted(train_loop))
         dist.destroy_process_group()
@@ -297,7 +312,7 @@ def search_of_lists() -> dict[str, Any]:
 
 
 def resumed(
-    folder: Path, name: str, method: str, settings: list[str], corpus_name: str
+    folder: Path, name: str, method: str, settings: list[str], ranks: int, corpus_name: str
 ) -> dict[str, Any]:
     """Interrupts a run on the device and goes on; the weights are to be those of a whole run."""
     corpus = Corpus.open(folder / corpus_name, verify=False)
@@ -308,12 +323,20 @@ def resumed(
         if step == INTERRUPTED_AT:
             raise KeyboardInterrupt
 
-    with PretendedCuda():
-        with contextlib.suppress(KeyboardInterrupt):
+    if ranks == 1:
+        with PretendedCuda(), contextlib.suppress(KeyboardInterrupt):
             train_here(run, corpus, interrupt)
-        first = newest(run.checkpoints)
-        train_here(run, corpus)
+    else:
+        interrupted = _train_ranks(ranks, run, corpus, interrupt)
+        assert "KeyboardInterrupt" in interrupted["error"], interrupted["error"]
+    first = newest(run.checkpoints)
     assert first is not None
+    if ranks == 1:
+        with PretendedCuda():
+            train_here(run, corpus)
+    else:
+        result = _train_ranks(ranks, run, corpus)
+        assert "error" not in result, result["error"]
     undisturbed = Run.open(folder / "runs" / name)
     return {
         "from_step": first.step,
@@ -359,13 +382,12 @@ def main() -> None:
     # Ranks are forks of this process, and torch cannot fork after a backward pass.
     for name, case in sorted(trained, key=lambda item: item[1][2], reverse=True):
         note(name, train, folder, name, *case)
+        if name in cases["resumed"]:
+            note(f"{name}, resumed", resumed, folder, name, *case)
     for name, case in cases["of a rank"].items():
         note(name, one_rank, *case)
     for name in cases["served"]:
         note(f"answers of {name}", answers, folder, name)
-    for name in cases["resumed"]:
-        method, settings, _, corpus_name = cases["trained"][name]
-        note(f"{name}, resumed", resumed, folder, name, method, settings, corpus_name)
     note("hard negatives", hard_negatives, folder)
     note("blocks", exact_search_of_blocks)
     note("lists", search_of_lists)
