@@ -24,7 +24,9 @@ from xmcray.data.sample import write_sample
 from xmcray.evaluation.charts import Series, line_chart
 from xmcray.evaluation.evaluate import SEARCH_K
 from xmcray.evaluation.metrics import Metrics
-from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.neighbours import Neighbours
+from xmcray.retrieval.retriever import CHUNK, Retriever
+from xmcray.retrieval.shards import SearchScope
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.training.loop import build
 from xmcray.training.memory import memory_bundle
@@ -32,7 +34,7 @@ from xmcray.training.outcome import bundle_of
 from xmcray.training.run import Run, RunConfig
 from xmcray.tuning.inference import sweep_bundle
 from xmcray.tuning.space import Choice, Distribution
-from xmcray.types import Int64Array
+from xmcray.types import Int64Array, spans
 
 WEIGHTS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # lambda, with b = 200
 KEYS = (1, 3, 10, 30, 100, 200, 500, 1000)  # b, with lambda = 0.5
@@ -164,19 +166,9 @@ def vote(bundle: str, corpus: Corpus, rows: Int64Array) -> Result:
         rows: of the test split.
     """
     grid = memory_settings(bundle, corpus)
-    retriever = Retriever.load(bundle)
-    split = corpus.split("test")
-    k = min(SEARCH_K, corpus.card.num_labels)
-    query_BD = retriever.encode(split.tokens(rows))
-    hidden = split.filters(rows)
-    truth = split.positives(rows)
     head_L = corpus.train_counts > HEAD
     found: dict[str, Any] = {"hits": {}, "chosen": f"temperature {grid[''].temperature:g}"}
-    for name, config in grid.items():
-        metrics = Metrics.of_corpus(corpus)
-        metrics.update(
-            retriever.top_labels(query_BD, k, exclude=hidden, exact=True, memory=config), truth
-        )
+    for name, metrics in metrics_of(grid, bundle, corpus, rows).items():
         values = metrics.result()
         for part, members_L in (("head", head_L), ("tail", ~head_L)):
             values[f"{part} R@5"] = float(
@@ -186,6 +178,32 @@ def vote(bundle: str, corpus: Corpus, rows: Int64Array) -> Result:
         found |= {metric + name: values[metric] for metric in kept if metric in values}
         found["hits"] |= hits_by_query(metrics.per_query(), name)
     return found
+
+
+def metrics_of(
+    grid: Mapping[str, MemoryConfig], bundle: str, corpus: Corpus, rows: Int64Array
+) -> dict[str, Metrics]:
+    """Metrics of each setting of the memory on some rows of the test split, by exact search.
+
+    Settings that ask for as many keys share a search, which takes longer than their votes.
+    """
+    retriever = Retriever.load(bundle)
+    split = corpus.split("test")
+    k = min(SEARCH_K, corpus.card.num_labels)
+    metrics = {name: Metrics.of_corpus(corpus) for name in grid}
+    for span in spans(len(rows), CHUNK):
+        query_BD = retriever.encode(split.tokens(rows[span]))
+        hidden = split.filters(rows[span])
+        truth = split.positives(rows[span])
+        neighbours: dict[int, Neighbours] = {}
+        for name, config in grid.items():
+            num_keys = max(config.keys, MemoryConfig().keys)
+            if num_keys not in neighbours:
+                widest = retriever.predictor(MemoryConfig(keys=num_keys))
+                neighbours[num_keys] = widest.find(query_BD, k, SearchScope(hidden, exact=True))
+            top = retriever.predictor(config).rank(neighbours[num_keys], k, hidden)
+            metrics[name].update(top, truth)
+    return metrics
 
 
 def curves(
