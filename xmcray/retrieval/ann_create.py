@@ -20,6 +20,7 @@ from xmcray.types import Float32Array, Int64Array
 
 TRAIN_ROWS_PER_LIST = 64
 KMEANS_ROUNDS = 8
+CODE_SAMPLES = 1 << 16  # rows that train the codes of an index without lists
 MOST_LINKS = 1024  # of a row in a graph
 
 
@@ -47,20 +48,23 @@ def create(
         if graph_match and ids is None:
             return _create_graph(rows, int(graph_match[1]))
         faiss_index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
-        sample = _training_rows(faiss_index, rows, seed)
-        # The sample is not transformed, so the lists of an index that transforms rows are left to FAISS.
-        lists = None if transforms_rows(faiss_index) else lists_of(faiss_index)
+        lists = lists_of(faiss_index)
         if lists is not None:
-            _train_centroids(lists, sample)
+            _set_up_kmeans(lists, seed)
+        sample = _training_rows(lists, rows, seed)
+        # Where rows are transformed first, which the sample is not, FAISS itself makes the centroids.
+        own_lists = None if transforms_rows(faiss_index) else lists
+        if own_lists is not None:
+            _train_centroids(own_lists, sample)
         # FAISS keeps centroids that exist, and then trains only the codes.
         faiss_index.train(sample)
         if ids is None:
             faiss_index.add(rows)
         else:
             faiss_index.add_with_ids(rows, ids)
-        if lists is not None:
+        if own_lists is not None:
             # Rows have joined the list whose centroid is nearest. A query visits lists by inner product.
-            faiss.downcast_index(lists.quantizer).metric_type = faiss.METRIC_INNER_PRODUCT
+            faiss.downcast_index(own_lists.quantizer).metric_type = faiss.METRIC_INNER_PRODUCT
     except (RuntimeError, ValueError, AssertionError, MemoryError) as error:
         raise ConfigError(
             f"index factory {factory!r} does not fit {num_rows} vectors of width {dim} ({failure_reason(error)}); use auto"
@@ -108,16 +112,19 @@ def _create_graph(rows: Float32Array, num_links: int) -> Any:
     return graph
 
 
-def _training_rows(faiss_index: Any, rows: Float32Array, seed: int) -> Float32Array:
-    """A seeded sample that is large enough for k-means; also sets k-means up."""
-    lists = lists_of(faiss_index)
-    if lists is None:
-        num_samples = 1 << 16
-    else:
-        lists.cp.seed = 1 + seed % 1_000_000
-        lists.cp.niter = KMEANS_ROUNDS
-        lists.cp.min_points_per_centroid = 1
-        lists.cp.max_points_per_centroid = TRAIN_ROWS_PER_LIST
+def _set_up_kmeans(lists: Any, seed: int) -> None:
+    """Sets how the centroids of an IndexIVF are trained."""
+    # FAISS's seed is an integer of 32 bits.
+    lists.cp.seed = 1 + seed % 1_000_000
+    lists.cp.niter = KMEANS_ROUNDS
+    lists.cp.min_points_per_centroid = 1
+    lists.cp.max_points_per_centroid = TRAIN_ROWS_PER_LIST
+
+
+def _training_rows(lists: Any | None, rows: Float32Array, seed: int) -> Float32Array:
+    """A seeded sample that is large enough for k-means, or for codes where there are no lists."""
+    num_samples = CODE_SAMPLES
+    if lists is not None:
         num_samples = TRAIN_ROWS_PER_LIST * int(lists.nlist)
     if num_samples >= len(rows):
         return rows

@@ -76,9 +76,9 @@ def exact_search(
     """
     rows = AnswerableRows.of(len(vectors), len(queries), ids, hidden)
     vector_ND = vectors if isinstance(vectors, Tensor) else as_tensor(vectors)
-    searchable = few_queries.searchable(vector_ND)
-    if searchable is not None and hidden is None and len(queries) == 1:
-        answer = few_queries.answer_at_once(searchable, queries, k, rows.ids)
+    rows_for_faiss = few_queries.faiss_rows(vector_ND)
+    if rows_for_faiss is not None and hidden is None and len(queries) == 1:
+        answer = few_queries.answer_at_once(rows_for_faiss, queries, k, rows.ids)
         if answer is not None:
             return answer
     no_keys = empty_keys(len(queries), k)

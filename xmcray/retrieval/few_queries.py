@@ -46,10 +46,10 @@ class BestRows:
 
 def is_faster(vector_ND: Tensor, num_queries: int) -> bool:
     """Whether these queries should be scored one by one, by FAISS."""
-    return 0 < num_queries <= MOST_QUERIES and searchable(vector_ND) is not None
+    return 0 < num_queries <= MOST_QUERIES and faiss_rows(vector_ND) is not None
 
 
-def searchable(vector_ND: Tensor) -> Float32Array | None:
+def faiss_rows(vector_ND: Tensor) -> Float32Array | None:
     """The same memory, float32 [n, D], if FAISS can search it as it lies; None if it cannot."""
     if vector_ND.dtype != torch.float32 or vector_ND.is_cuda or vector_ND.numel() == 0:
         return None
@@ -65,7 +65,7 @@ def answer_at_once(
     are equal, or if one of the best rows is no answer.
 
     Args:
-        vectors: float32 [n, D], from `searchable`.
+        vectors: float32 [n, D], from `faiss_rows`.
         queries: float32 [1, D].
         k: answers, at least 1.
         ids: int64 [n], id of each row; a row with a negative id is no answer.

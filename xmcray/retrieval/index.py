@@ -86,7 +86,7 @@ class Index:
     def move_to(self, device: torch.device) -> None:
         """Moves the vectors to the device on which exhaustive searches run."""
         self.vectors = self.vectors.to(device)
-        self.__dict__.pop("_searchable", None)
+        self.__dict__.pop("_faiss_rows", None)
 
     @property
     def is_exact(self) -> bool:
@@ -159,10 +159,10 @@ class Index:
         self, queries: Float32Array, k: int, ids: Int64Array, exact: bool
     ) -> TopLabels | None:
         """The answer of `search` to one query, by few calls; None if it needs the usual way."""
-        if self._searchable is None:
+        if self._faiss_rows is None:
             return None
         if exact or self.is_exact:
-            return few_queries.answer_at_once(self._searchable, queries, k, ids)
+            return few_queries.answer_at_once(self._faiss_rows, queries, k, ids)
         if not self.proposes_candidates:
             return None
         width = self.num_candidates(k)
@@ -172,9 +172,9 @@ class Index:
         return few_queries.best_first(self._best_of_one(query, width, k, ids, NO_ROWS), k)
 
     @functools.cached_property
-    def _searchable(self) -> Float32Array | None:
+    def _faiss_rows(self) -> Float32Array | None:
         """The vectors as FAISS searches them; kept, because asking torch takes microseconds."""
-        return few_queries.searchable(self.vectors)
+        return few_queries.faiss_rows(self.vectors)
 
     @functools.cached_property
     def _positions(self) -> Int64Array:
@@ -191,7 +191,7 @@ class Index:
         width = self.num_candidates(k, rows.most_hidden)
         if width == len(self):
             return self._exact_keys(queries, k, rows)
-        if len(queries) <= few_queries.MOST_QUERIES and self._searchable is not None:
+        if len(queries) <= few_queries.MOST_QUERIES and self._faiss_rows is not None:
             return self._few_query_keys(queries, width, k, rows)
         if self._shares_lists(len(queries)):
             keys = self.search_lists(queries, k, rows)
@@ -489,7 +489,7 @@ class _RowSelection(Index):
         self._num_rows = len(whole)
 
     @property
-    def _searchable(self) -> None:
+    def _faiss_rows(self) -> None:
         """None: ids and hidden rows are positions among the rows of the whole index."""
         return None
 
