@@ -17,10 +17,10 @@ import argparse
 import base64
 import functools
 import json
+import lzma
 import math
 import os
 import sys
-import zlib
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -292,7 +292,7 @@ def packed(result: Result, compared: Container[str]) -> Result:
     if "hits" not in result:
         return result
     hits = {metric: digits for metric, digits in result["hits"].items() if metric in compared}
-    text = zlib.compress(json.dumps(hits).encode(), level=9)
+    text = lzma.compress(json.dumps(hits).encode(), preset=9)
     return {**result, "hits": base64.b85encode(text).decode()}
 
 
@@ -300,7 +300,7 @@ def unpacked(result: Result) -> Result:
     """A measurement as `packed` left it in the store."""
     if "hits" not in result:
         return result
-    text = zlib.decompress(base64.b85decode(result["hits"]))
+    text = lzma.decompress(base64.b85decode(result["hits"]))
     return {**result, "hits": json.loads(text)}
 
 
