@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 import scipy.stats
+import torch
 
 RESULTS = Path(__file__).parent / "results"
 MAX_LOAD_PER_CORE = 0.5
@@ -121,6 +122,23 @@ def refuse_if_busy(anyway: bool) -> str:
         )
         raise SystemExit(2)
     return f"**busy machine**: load average {load:.2f} on {cores} cores at the start (run with --anyway)"
+
+
+def cuda_device(anyway: bool) -> torch.device:
+    """The CUDA device; the CPU if there is none and `anyway` is true.
+
+    Raises:
+        SystemExit: (code 2) there is none and `anyway` is false.
+    """
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if not anyway:
+        print(
+            "error: no CUDA device found, expected one; run it on a GPU machine or pass --anyway",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    return torch.device("cpu")
 
 
 def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from typing import Any
 
 import data_sets
 import torch
-from common import new_parser, refuse_if_busy, write_table
+from common import cuda_device, new_parser, refuse_if_busy, write_table
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import DistilBertConfig, DistilBertModel
@@ -74,16 +73,10 @@ def main() -> None:
     parser.add_argument("--device", choices=SPECS, default="h100-80gb", help="of the plans")
     parser.add_argument("--quick", action="store_true", help="few labels and steps, printed only")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available() and not arguments.anyway:
-        print(
-            "error: no CUDA device found, expected one; run it on a GPU machine or pass --anyway",
-            file=sys.stderr,
-        )
-        raise SystemExit(2)
+    device = cuda_device(arguments.anyway)
     load = refuse_if_busy(arguments.anyway)
     if arguments.quick:
         arguments.out = Path("/dev/null")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     table = []
     for method in arguments.methods:
         table.append(measure(method, device, arguments.device, arguments.quick))

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import new_parser
+from common import cuda_device, new_parser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where the package is not installed
 from xmcray.losses.bce import sampled_bce
@@ -83,13 +83,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the table there")
     parser.add_argument("--anyway", action="store_true", help=anyway_help)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available() and not arguments.anyway:
-        print(
-            "error: no CUDA device found, expected one; run it on a GPU machine or pass --anyway",
-            file=sys.stderr,
-        )
-        raise SystemExit(2)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = cuda_device(arguments.anyway)
     copy_bytes_s, product_flop_s = ceilings(device, arguments.quick)
     lines = [
         "| workers | rows of this one | distinct rows | step, ms | roofline, ms | share | held |",
