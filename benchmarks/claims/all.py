@@ -176,22 +176,27 @@ def write(claims: dict[str, Claim], arguments: argparse.Namespace) -> None:
 
 
 def keep(claims: dict[str, Claim], seeds: int) -> None:
-    """Writes every measurement behind the page to benchmarks/results/claims.json."""
-    results: dict[str, Result] = {}
+    """Writes every measurement behind the page to the file of the first claim that needs it."""
+    results_by_script: dict[str, dict[str, Result]] = {}
     # Claims that share a training compare different measures of it.
     compared: dict[str, set[str]] = {}
-    for claim in claims.values():
+    for script, claim in claims.items():
+        results_by_script[script] = {}
         for name, by_seed in collect(claim, seeds).items():
             for seed, result in by_seed.items():
                 key = result_file(claim.variants[name], seed).stem
-                results[key] = result
+                if key not in compared:
+                    results_by_script[script][key] = result
                 compared.setdefault(key, set()).update(claim.compared(name))
-    # One measurement per line, so that a change of one shows as one line.
-    lines = []
-    for key in sorted(results):
-        line = packed(results[key], compared[key])
-        lines.append(f"{json.dumps(key)}: {json.dumps(line)}")
-    STORE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    for script, results in results_by_script.items():
+        # One measurement per line, so that a change of one shows as one line.
+        lines = []
+        for key in sorted(results):
+            line = packed(results[key], compared[key])
+            lines.append(f"{json.dumps(key)}: {json.dumps(line)}")
+        if lines:
+            text = "{\n" + ",\n".join(lines) + "\n}\n"
+            (STORE / f"{script}.json").write_text(text, encoding="utf-8")
 
 
 def spent(

@@ -7,7 +7,7 @@ A script of this folder defines `claim(full)` and calls `main(claim)`:
     python benchmarks/claims/c05_marked_token.py --full              # sizes for a GPU
 
 Every finished measurement is a JSON file in the cache (`data_sets.CACHE`), so a script can be
-stopped and started again. benchmarks/results/claims.json keeps them with the code; with `--fresh`
+stopped and started again. benchmarks/results/claims keeps them with the code; with `--fresh`
 only measurements of this machine count. `all.py` runs all scripts and writes docs/claims.md.
 """
 
@@ -41,7 +41,7 @@ from xmcray.errors import XmcrayError
 from xmcray.evaluation.charts import short_number
 
 Float64Array = npt.NDArray[np.float64]
-STORE = RESULTS / "claims.json"
+STORE = RESULTS / "claims"
 _RESAMPLES = 4000
 LEAST_SEEDS = 5  # so that a claim that is measured over several days has no verdict in between
 HOLDS = "holds"
@@ -277,10 +277,13 @@ def result_file(variant: Variant, seed: int) -> Path:
 @functools.cache
 def stored_results() -> dict[str, Result]:
     """The measurements that are kept with the code, by key; none if XMCRAY_FRESH_CLAIMS is set."""
-    if os.environ.get(FRESH) or not STORE.exists():
+    if os.environ.get(FRESH):
         return {}
-    results = json.loads(STORE.read_text(encoding="utf-8"))
-    return {key: unpacked(result) for key, result in results.items()}
+    results: dict[str, Result] = {}
+    for file in STORE.glob("*.json"):
+        for key, result in json.loads(file.read_text(encoding="utf-8")).items():
+            results[key] = unpacked(result)
+    return results
 
 
 def packed(result: Result, compared: Container[str]) -> Result:
