@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from claim import Claim, Comparison, main
-from memories import HEAD, LARGE, WEIGHTS, curves, sets, trained
+from memories import HEAD, LARGE, WEIGHTS, curves, sets, tail_shares, trained
 
 # Where the change of each part lies, according to the claim.
 PARTS = {"head": {"low": 0.0}, "tail": {"high": 0.0}}
@@ -33,7 +33,8 @@ def make(full: bool) -> Claim:
         variants={corpus: trained(corpus, full) for corpus in corpora},
         comparisons=comparisons,
         setup=f"The trainings of claim 11. Head: labels with more than {HEAD} training queries. R@5: the share of a"
-        " part's positives of the test split that are among the first 5 answers.",
+        " part's positives of the test split that are among the first 5 answers. Test positives of the tail:"
+        f" {tail_shares(corpora)}.",
         metrics=metrics,
         seeds=10,
         slow=[corpus for corpus in corpora if corpus in LARGE],
