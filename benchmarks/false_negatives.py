@@ -11,7 +11,7 @@ another seed that leaves nothing out.
 
 `--where` hides larger shares too, has few and many hard negatives, and counts how many of them are hidden positives.
 
-A result is one JSON file in the cache, so the command can be stopped at any time and started again.
+Results are kept in results/false_negatives.json, so the command can be stopped at any time and started again.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ import torch
 from ablation import (
     METRICS,
     NONE,
-    Result,
     differences_to_none,
     known_or_measured,
     spread,
     table_row,
 )
 from common import new_parser, refuse_if_busy, write_table
+from store import Result, Store
 
 from xmcray.data.corpus import Corpus, Split
 from xmcray.retrieval.retriever import Retriever
@@ -229,7 +229,7 @@ def result_of(settings: Settings, variant: str, seed: int) -> Result | None:
         kind = "false_negatives_where"
         hard = config.negatives.hard
         further = functools.partial(hidden_among_hard, corpus, settings.whole, hard)
-    result = known_or_measured(kind, corpus, config, settings.deadline, further)
+    result = known_or_measured(Store(kind), corpus, config, settings.deadline, further)
     if result is not None:
         shown = ", ".join(f"{metric} {100 * result[metric]:.1f}" for metric in METRICS)
         print(f"{corpus.card.name}, {settings.preset}, {variant}, seed {seed}: {shown}", flush=True)

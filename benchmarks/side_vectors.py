@@ -8,7 +8,7 @@ Planted vectors: each label has a random direction, and each query the direction
 noise. Weak ones have more of it, and noise vectors are noise alone. All trainings of a preset differ in vectors,
 `encoder.side` and seed. With `ignore` nothing depends on the vectors, so it is trained once for all kinds.
 
-A result is one JSON file in the cache, so the command can be stopped at any time and started again.
+Results are kept in results/side_vectors.json, so the command can be stopped at any time and started again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from pathlib import Path
 
 import data_sets
 import torch
-from ablation import METRICS, NONE, Result, differences_to_none, known_or_measured, table_row
+from ablation import METRICS, NONE, differences_to_none, known_or_measured, table_row
 from common import new_parser, refuse_if_busy, write_table
 from planted import write_side_vectors
+from store import Result, Store
 
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
@@ -138,7 +139,7 @@ def results_of(
         for vectors, by_seed in results.items():
             config = config_of(preset, vectors, seed, arguments)
             corpus = corpora.get(vectors, first)
-            result = known_or_measured("side_vectors", corpus, config, deadline)
+            result = known_or_measured(Store("side_vectors"), corpus, config, deadline)
             if result is not None:
                 by_seed[seed] = result
                 shown = ", ".join(f"{metric} {100 * result[metric]:.1f}" for metric in METRICS)

@@ -224,7 +224,7 @@ def settings(method: str, name: str, arguments: argparse.Namespace) -> tuple[Run
     if arguments.minilm:
         described = "settings of minilm.py"
         values: dict[str, Any] = {"encoder": {"name": MODEL}}
-        overrides = [*FINE_TUNED, *minilm.SETTINGS[method], *overrides]
+        overrides = [*FINE_TUNED, *minilm.FEW_LABELS[method], *overrides]
     elif preset_name:
         described = f"preset {preset_name}"
         values = configs.load_yaml(f"preset:{preset_name}")
