@@ -96,6 +96,7 @@ LARGE: Mapping[str, list[str]] = {
         *LARGE_ROWS,
         "method.importance_weight=none",
         "method.classifier.lr=300",
+        "method.classifier.momentum=0",
         "negatives.uniform=2000",
     ],
     "dexml": [*QUERIES_ALONE, "method.columns=in_batch", "method.temperature=0.08"],
