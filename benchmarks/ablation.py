@@ -97,6 +97,7 @@ class Job:
 def main() -> None:
     arguments = parse_arguments()
     if arguments.quick:
+        STORE.path = data_sets.CACHE / "ablation_quick.json"  # no results for the page
         arguments.out = Path(os.devnull)
         arguments.epochs = arguments.epochs or 4
         arguments.override += ["encoder.dim=32", "negatives.uniform=200", "negatives.hard=10"]

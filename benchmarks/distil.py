@@ -21,7 +21,7 @@ import data_sets
 import numpy as np
 import torch
 from common import new_parser, refuse_if_busy, write_table
-from minilm import COMMON, FEW_LABELS
+from minilm import COMMON, PARTS
 
 from xmcray import api
 from xmcray import config as configs
@@ -32,16 +32,10 @@ METRICS = ("P@1", "P@5", "PSP@5")
 METHOD = "renee"
 FINE_TUNING = [
     *COMMON,
-    "negatives.hard=0",
+    *PARTS["fine-tuned"].common,
+    *PARTS["fine-tuned"].methods[METHOD],
     "data.validation=0.1",
-    "encoder.dim=0",
-    "optim.batch_size=128",
-    "optim.epochs=3",
-    "optim.lr=1e-4",
-    "optim.warmup_steps=10",
-    "optim.matmul=bf16",
     "cluster.threads_per_process=1",
-    *FEW_LABELS[METHOD],
 ]
 
 
