@@ -29,6 +29,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import DistilBertConfig, DistilBertModel
 
+from xmcray.nn.matmul import matmul_precision
 from xmcray.nn.transformer import TransformerEncoder
 from xmcray.parallel.partition import LabelPartition
 from xmcray.planning.data_size import DataSize, from_numbers
@@ -111,8 +112,9 @@ def measure(method: str, device: torch.device, planned_device: str, quick: bool)
     def take(number: int) -> float:
         """Seconds of so many steps."""
         started = time.perf_counter()
-        for _ in range(number):
-            setup.stepper.step(next(next_batch), data)
+        with matmul_precision(config.optim.matmul):
+            for _ in range(number):
+                setup.stepper.step(next(next_batch), data)
         if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - started

@@ -35,6 +35,7 @@ from xmcray.negatives.refresh import (
     wait_published,
 )
 from xmcray.negatives.version_folder import VersionFolder
+from xmcray.nn.matmul import TORCH_PRECISION
 from xmcray.ray_adapter.actors import (
     find_actor,
     kill_actors,
@@ -70,7 +71,7 @@ class IndexShard:
         nice: int,
     ) -> None:
         os.nice(nice)
-        torch.set_float32_matmul_precision("medium" if spec.matmul == "bf16" else "highest")
+        torch.set_float32_matmul_precision(TORCH_PRECISION[spec.matmul])
         self.shard = shard
         self.num_labels = num_labels
         self.corpus = corpus

@@ -30,6 +30,7 @@ from xmcray.negatives.shortlists import ShortlistFeed
 from xmcray.negatives.version_folder import QueryBlock
 from xmcray.nn.encoder import Encoder, build_encoder
 from xmcray.nn.heads import FusionConfig
+from xmcray.nn.matmul import matmul_precision
 from xmcray.nn.side import MixedEncoder
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
@@ -206,7 +207,8 @@ class Loop:
             was stopped; then a checkpoint is saved.
         """
         try:
-            result = self._train()
+            with matmul_precision(self.config.optim.matmul):
+                result = self._train()
         except BaseException:
             # A checkpoint that has all its files is still completed; other ranks are not waited for.
             self.checkpoints.abandon()

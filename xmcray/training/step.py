@@ -143,7 +143,6 @@ class Stepper:
         self.method = method
         self.config = config
         self.total_steps = total_steps
-        torch.set_float32_matmul_precision("medium" if config.matmul == "bf16" else "highest")
         self.modules: dict[str, nn.Module] = {"encoder": encoder, **method.modules}
         sparse = []
         for name, module in self.modules.items():
