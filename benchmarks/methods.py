@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import fcntl
 import json
 import math
 import os
@@ -40,7 +39,21 @@ import data_sets
 import numpy as np
 import torch
 from accuracy import folder_of, trained
-from common import RESULTS, refuse_if_busy, write_table
+from common import refuse_if_busy, write_table
+from methods_store import (
+    ALONE,
+    FLOOR,
+    FUSED,
+    METRICS,
+    SETS,
+    STORE,
+    WITH_MEMORY,
+    Row,
+    is_measured,
+    keep,
+    stored,
+)
+from methods_table import HEADER, notes, table
 from peer_environment import run_script
 
 from xmcray import config as configs
@@ -49,7 +62,6 @@ from xmcray.evaluation.evaluate import SEARCH_K, Evaluation, Search, compare
 from xmcray.methods.registry import method_names
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import changed_memory
-from xmcray.storage.whole_files import write_json
 from xmcray.training.fuse import fuse
 from xmcray.training.memory import memory_bundle
 from xmcray.training.outcome import bundle_of, measure, measure_bundle, stored_answers
@@ -60,39 +72,11 @@ from xmcray.tuning.inference import sweep_bundle
 from xmcray.tuning.space import nested, parse_space
 from xmcray.types import Float32Array, Int64Array, TopLabels
 
-METRICS = ("P@1", "P@5", "PSP@5")
-SETS = (
-    "sample",
-    "cdnjs-keywords",
-    "tate-subjects",
-    "wordnet-hypernyms",
-    "msdocs-seealso",
-    "msdocs-links",
-)
-STORE = RESULTS / "methods.json"
 LINEAR = "XR-Linear"
 # Files of peer_linear.py, and their names in the table.
 FLOORS = {"memory": "TF-IDF memory", "linear": LINEAR, "fused": "XR-Linear and TF-IDF, fused"}
 MEMORY_SPACE = data_sets.ROOT / "tune" / "spaces" / "memory.yaml"
 MEMORY_TRIALS = 200
-ALONE = "alone"
-WITH_MEMORY = "with memory"
-FUSED = "fused"
-FLOOR = "floor"
-HEADER = ["set", "method", "validation P@1 / P@5 / PSP@5", *METRICS, "less XR-Linear", "minutes"]
-NOTES = (
-    "percent; validation: of the run with held-out queries; test: after a refit on all training queries, with 95 %"
-    " bootstrap intervals over queries",
-    "in bold the row that validation chooses (mean of the three metrics)",
-    "with memory: the bundle of `xmcray memory RUN`, settings by `xmcray tune --bundle` on the validation queries;"
-    " RAE-XMC alone: its encoder without votes",
-    "fused: the bundle of `xmcray fuse RUN`, which chooses the weights of its parts on the same validation queries;"
-    " a + b: of `xmcray fuse RUN RUN`",
-    "less XR-Linear: differences in the three metrics; * if the paired test over queries has p < 0.05",
-    "minutes: wall time of both trainings of a refit, or of XR-Linear with its vectors, whatever else the machine did;"
-    " a memory trains nothing",
-)
-Row = dict[str, Any]
 
 
 def main() -> None:
@@ -167,65 +151,6 @@ def settings(name: str, member: str, arguments: argparse.Namespace) -> RunConfig
     if seed:
         here.append(f"optim.seed={seed}")
     return data_sets.preset(name, [*here, *arguments.override], method)
-
-
-# --- the store
-
-
-def stored(store: Path) -> list[Row]:
-    """All measurements, by set, the floors first."""
-    if not store.is_file():
-        return []
-    rows: list[Row] = json.loads(store.read_text(encoding="utf-8"))["results"]
-    return rows
-
-
-def is_measured(store: Path, name: str, method: str, key: str) -> bool:
-    """Whether a method was measured on a set with these settings, in all of its variants."""
-    # The last variant is there only if all of them are.
-    wanted = {"set": name, "method": method, "settings": key, "variant": FUSED}
-    return any(wanted.items() <= row.items() for row in stored(store))
-
-
-def keep(store: Path, name: str, method: str, new_rows: Sequence[Row]) -> None:
-    """Replaces the rows of a method on a set; several processes may measure at the same time."""
-    if store == Path(os.devnull):
-        return
-    with (data_sets.CACHE / "methods.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        rows = []
-        for row in stored(store):
-            is_replaced = row["set"] == name and row["method"] == method
-            if not is_replaced:
-                rows.append(row)
-        rows += new_rows
-        rows.sort(key=order)
-        choose(rows)
-        write_json(store, {"results": rows})
-
-
-def order(row: Row) -> tuple[int, bool, str, bool, str]:
-    """Sets in their order, the floors first, then methods by name, alone before the others."""
-    is_method = row["variant"] != FLOOR
-    is_variant = row["variant"] != ALONE
-    return SETS.index(row["set"]), is_method, row["method"], is_variant, row["variant"]
-
-
-def choose(rows: Sequence[Row]) -> None:
-    """Marks the row of each set with the best validation."""
-    for name in SETS:
-        candidates = [row for row in rows if row["set"] == name]
-        best = max(candidates, key=validation_mean, default=None)
-        for row in candidates:
-            row["chosen"] = row is best and row["validation"] is not None
-
-
-def validation_mean(row: Row) -> float:
-    values = row["validation"]
-    return -math.inf if values is None else float(np.mean([values[name] for name in METRICS]))
-
-
-# --- measuring
 
 
 def measured(
@@ -424,96 +349,6 @@ def commit() -> str:
     git = ["git", "-C", str(data_sets.ROOT), "rev-parse", "--short", "HEAD"]
     result = subprocess.run(git, capture_output=True, text=True, check=False)
     return result.stdout.strip()
-
-
-# --- the table
-
-
-def table(rows: Sequence[Row]) -> list[list[object]]:
-    """One line for each measurement."""
-    lines: list[list[object]] = []
-    for row in rows:
-        is_plain = row["variant"] in (ALONE, FLOOR)
-        label = row["method"] if is_plain else f"{row['method']}, {row['variant']}"
-        if row["chosen"]:
-            label = f"**{label}**"
-        minutes = f"{row['seconds'] / 60:.1f}" if is_plain else "-"
-        test = [cell(row["test"][metric]) for metric in METRICS]
-        lines.append([row["set"], label, shown_validation(row), *test, less_linear(row), minutes])
-    return lines
-
-
-def cell(value: Mapping[str, float]) -> str:
-    return f"{100 * value['value']:.1f} [{100 * value['low']:.1f}, {100 * value['high']:.1f}]"
-
-
-def shown_validation(row: Row) -> str:
-    if row["validation"] is None:
-        return "-"
-    return " / ".join(f"{100 * row['validation'][metric]:.1f}" for metric in METRICS)
-
-
-def less_linear(row: Row) -> str:
-    if row["less_linear"] is None:
-        return "-"
-    cells = []
-    for metric in METRICS:
-        comparison = row["less_linear"][metric]
-        star = "*" if comparison["p_value"] < 0.05 else ""
-        cells.append(f"{100 * comparison['difference']:+.1f}{star}")
-    return " / ".join(cells)
-
-
-def notes(rows: Sequence[Row], load: str) -> list[str]:
-    """What each set's choice reaches, what is missing, and how to read the table."""
-    lines = []
-    for name in SETS:
-        of_set = [row for row in rows if row["set"] == name]
-        lines += notes_on_set(name, of_set)
-    dates = sorted({row["date"] for row in rows})
-    measured_on = f"measured between {dates[0]} and {dates[-1]}" if dates else "nothing measured"
-    return [*lines, *NOTES, f"{measured_on}; commits are in methods.json", load]
-
-
-def notes_on_set(name: str, rows: Sequence[Row]) -> list[str]:
-    lines = []
-    missing = []
-    stale = []
-    is_here = name == "sample" or (data_sets.DATA / name).is_dir()
-    corpus = data_sets.corpus(name) if is_here else None
-    for method in method_names():
-        of_method = [row for row in rows if row["method"] == method]
-        if not of_method:
-            missing.append(method)
-        elif corpus is not None:
-            preset = data_sets.preset(name, method=method)
-            if of_method[0]["settings"] != data_sets.fingerprint(preset, corpus):
-                stale.append(method)
-    if missing:
-        lines.append(f"{name}: not measured yet: {', '.join(missing)}")
-    if stale:
-        lines.append(f"{name}: measured with an earlier preset: {', '.join(stale)}")
-    chosen = [row for row in rows if row["chosen"]]
-    floors = [row for row in rows if row["variant"] == FLOOR]
-    if chosen and floors:
-        lines.append(f"{name}: {verdict(chosen[0], floors)}")
-    for row in rows:
-        if row["variant"] == WITH_MEMORY:
-            changes = ", ".join(f"{key} {value:.3g}" for key, value in row["changes"].items())
-            lines.append(f"{name}, {row['method']} with memory: {changes}")
-    return lines
-
-
-def verdict(row: Row, floors: Sequence[Row]) -> str:
-    """How the row that validation chooses compares with the best floor in each metric."""
-    cells = []
-    for metric in METRICS:
-        best = max(floor["test"][metric]["value"] for floor in floors)
-        cells.append(f"{metric} {100 * (row['test'][metric]['value'] - best):+.1f}")
-    return (
-        f"validation chooses {row['method']} {row['variant']};"
-        f" less the best floor of each metric: {', '.join(cells)}"
-    )
 
 
 if __name__ == "__main__":

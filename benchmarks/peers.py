@@ -33,7 +33,8 @@ import data_sets
 import matplotlib as mpl
 import torch
 from common import RESULTS, new_parser, refuse_if_busy, write_table
-from methods import METRICS, SETS, floors_folder
+from methods import floors_folder
+from methods_store import METRICS, SETS
 from peer_environment import run_script
 
 from xmcray.data.corpus import Corpus
