@@ -12,6 +12,7 @@ with equal time follow those with equal epochs.
 
 Each training uses all training queries, in this process, and is measured with exact search on the test split. Results
 are kept in results/ablation.json, so the command can be stopped at any time and started again, on another machine, too.
+What the scripts of claims/ have measured already is taken from there.
 `--grid` adds numbers of uniform negatives, their weight, and an index over label texts.
 """
 
@@ -20,16 +21,21 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parent / "claims"))
+
+import claim
 import data_sets
 import torch
 from common import mean_and_half_width, new_parser, refuse_if_busy, write_table
 from store import Result, Store, training_name
+from variants import answers
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
@@ -221,7 +227,24 @@ def base(name: str, overrides: Sequence[str]) -> RunConfig:
 def stored_result(job: Job, arguments: argparse.Namespace) -> Result | None:
     """The result of a training; None if it is still to be done."""
     config = config_of(job, arguments)
-    return None if config is None else STORE.get(training_name(job.corpus, config))
+    if config is None:
+        return None
+    stored = STORE.get(training_name(job.corpus, config))
+    return stored or of_a_claim(job.corpus, config)
+
+
+def of_a_claim(corpus: Corpus, config: RunConfig) -> Result | None:
+    """The result of the same training for a claim; None if there is none."""
+    result = claim.result_of(f"{data_sets.fingerprint(config, corpus)}-{answers.__name__}")
+    if result is None:
+        return None
+    metrics = {metric: result[metric] for metric in METRICS}
+    return {
+        **metrics,
+        "seconds": result["training_s"],
+        "cpu_s": result["training_cpu_s"],
+        "epochs": config.optim.epochs,
+    }
 
 
 def measured(

@@ -309,10 +309,15 @@ def unpacked(result: Result) -> Result:
 
 def known_result(variant: Variant, seed: int) -> Result | None:
     """A measurement that was made before; None if there is none."""
-    path = result_file(variant, seed)
+    return result_of(variant.key(seed))
+
+
+def result_of(key: str) -> Result | None:
+    """A measurement that was made before, by the key of its variant; None if there is none."""
+    path = claims_folder() / f"{key}.json"
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-    return stored_results().get(path.stem)
+    return stored_results().get(key)
 
 
 def measured(variant: Variant, seed: int) -> Result:

@@ -10,6 +10,7 @@ import json
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,8 +165,12 @@ class Training:
         config = self.config(seed)
         folder = Path(tempfile.mkdtemp(dir=claims_folder()))
         try:
+            started_cpu = time.process_time()
             run = train(corpus.path, folder / "run", config)
-            return {**self.measure_run(run, corpus), "training_s": run.result()["seconds"]}  # type: ignore[index]
+            training_cpu_s = time.process_time() - started_cpu
+            result = self.measure_run(run, corpus)
+            training_s = run.result()["seconds"]  # type: ignore[index]
+            return {**result, "training_s": training_s, "training_cpu_s": training_cpu_s}
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
