@@ -39,7 +39,7 @@ quickstart: setup  ## sample corpus, training, metrics and a few answers in minu
 
 # One thread per process: with more, the processes of a rank test or a Ray cluster wait for each other's threads.
 test: export OMP_NUM_THREADS = 1
-test: setup  ## tier P, which CI runs: 10 to 20 minutes on 2 cores
+test: setup  ## tier P, which CI runs: about a quarter of an hour on 2 cores
 	sh tests/install.sh
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(TIER_P)
 

@@ -1,4 +1,4 @@
-"""Writes docs/settings.md from the configuration classes: `python docs/settings.py`.
+"""Writes docs/settings.md from the classes of settings: `python docs/settings.py`.
 
 A test compares the committed page with the classes.
 """
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from xmcray.methods.registry import method_entry, method_names
+from xmcray.serving.settings import ServeConfig
+from xmcray.training.export import index_spec
 from xmcray.training.run import OPTIONAL_SECTIONS, RunConfig
 from xmcray.training.settings_schema import meanings_of
 
@@ -18,9 +20,11 @@ PAGE = Path(__file__).with_name("settings.md")
 HEAD = """# Settings
 
 Every setting of `xmcray train` by its dotted name: `--set optim.epochs=20`, or the same sections in a YAML file for
-`--config`. Batch sizes, steps and learning rates are those of the global batch, whatever the number of workers.
-`python docs/settings.py` writes this page.
+`--config`. Batch sizes, steps and learning rates are those of the global batch, whatever the number of workers. At the
+end are the settings of `xmcray export` and `xmcray serve`. `python docs/settings.py` writes this page.
 """
+# The bundles are arguments of the command, and the options are Ray Serve's.
+NOT_SET = ("bundles", "options")
 
 
 def page() -> str:
@@ -33,6 +37,9 @@ def page() -> str:
         parts.append(section(name, kind(), f"`{name}` of {', '.join(methods)}"))
     for name in method_names():
         parts += [section("method", method_entry(name).config_type(), f"`method` of {name}")]
+    parts.append(section("index", index_spec(0, {}), "`index` of `xmcray export --set`"))
+    served = ServeConfig(bundles={"name": "folder"})
+    parts.append(section("", served, "Settings of `xmcray serve --set`"))
     return "\n".join(parts)
 
 
@@ -40,7 +47,7 @@ def section(name: str, defaults: Any, title: str = "") -> str:
     """One table of setting, default and meaning; nested sections follow it.
 
     Args:
-        name: of the section.
+        name: of the section; empty if its settings have no other name before theirs.
         defaults: settings of the section. Those of a nested section may differ from its class's own.
         title: heading; the name if not given.
     """
@@ -48,7 +55,9 @@ def section(name: str, defaults: Any, title: str = "") -> str:
     lines = [f"## {title or f'`{name}`'}", "", "| setting | default | meaning |", "|---|---|---|"]
     nested = []
     for field in dataclasses.fields(defaults):
-        dotted = f"{name}.{field.name}"
+        if field.name in NOT_SET:
+            continue
+        dotted = f"{name}.{field.name}" if name else field.name
         default = getattr(defaults, field.name)
         if dataclasses.is_dataclass(default):
             nested.append(section(dotted, default))

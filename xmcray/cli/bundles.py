@@ -308,7 +308,7 @@ def serve_options(verb: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="A=B",
-        help="any other setting of the server",
+        help="any other setting of the server; see docs/settings.md",
     )
     verb.add_argument(
         "--accept-open-ports",

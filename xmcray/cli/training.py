@@ -338,7 +338,7 @@ def export_options(verb: argparse.ArgumentParser) -> None:
         "--dim",
         type=int,
         metavar="N",
-        help="keep the first N columns of a bundle's vectors; PATH may be a bundle",
+        help="keep the first N columns of a bundle's vectors; RUN may be a bundle",
     )
 
 
