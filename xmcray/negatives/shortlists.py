@@ -292,9 +292,14 @@ class ShortlistFeed:
         return self._newest_on_rank_0()
 
     def _newest_on_rank_0(self) -> int:
-        """Returns the newest finished version; what other ranks return is not used."""
+        """Returns the newest finished version; what other ranks return is not used.
+
+        Raises:
+            XmcrayError: a refresh failed, which would otherwise end unseen.
+        """
         if collectives.rank() > 0:
             return _NO_VERSION
+        self.refresher.check()
         folder = self.ledger.newest_complete()
         if folder is None:
             return _NO_VERSION

@@ -11,7 +11,7 @@ import pytest
 import torch
 from refreshers import few_queries
 
-from xmcray.errors import ShortlistError
+from xmcray.errors import ConfigError, ShortlistError
 from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.refresh import (
@@ -126,7 +126,7 @@ def test_after_a_late_version_no_other_is_waited_for(tmp_path: Path) -> None:
     refresher.num_checks = 0
     for step in range(7, 12):
         feed.before_step(step)
-    assert refresher.num_checks == 0
+    assert refresher.num_checks == 2, "once for each epoch"
     assert feed.broken_at_step == 6
     feed.close()
 
@@ -180,6 +180,27 @@ def test_eager_looks_for_a_newer_version_every_eighth_step(tmp_path: Path) -> No
     versions = versions_of(feed)
     # The first one as soon as it is there; versions 1 to 3, complete by then, at step 8.
     assert versions == [None, None, 0, 0, 0, 0, 0, 0, 3, 3, 3, 3]
+    feed.close()
+
+
+class FailingRefresher(FakeRefresher):
+    """Fails as soon as it has started a version."""
+
+    def start(self, path: Path) -> None:
+        self.started.append(VersionFolder(path).version)
+
+    def check(self) -> None:
+        if self.started:
+            raise ConfigError("the index failed")
+
+
+@pytest.mark.parametrize("settings", [{"schedule": "eager"}, {"wait_s": 0.0}])
+def test_a_refresh_that_fails_ends_the_run_also_if_nothing_waits_for_it(
+    tmp_path: Path, settings: dict[str, object]
+) -> None:
+    feed = feed_in(tmp_path, FailingRefresher(), **settings)
+    with pytest.raises(ConfigError, match="the index failed"):
+        versions_of(feed, 5)
     feed.close()
 
 
