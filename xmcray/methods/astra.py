@@ -162,4 +162,5 @@ ENTRY = MethodEntry(
     Astra,
     has_prefixes=lambda config: True,
     needs_negatives=lambda config: not config.exact,
+    uses_hard=lambda config: not config.exact,
 )

@@ -253,6 +253,7 @@ class MethodEntry:
             given the method's settings.
         needs_batch: Whether queries meet no other negatives than what the other queries of their batch
             bring, and hard ones, given the method's settings.
+        uses_hard: Whether the loss takes hard negatives, given the method's settings.
         sections: Which of the optional sections `memory` and `fusion` the method has.
         in_force: The settings as they take effect with a number of labels.
     """
@@ -265,6 +266,7 @@ class MethodEntry:
     has_prefixes: Callable[[Any], bool] = lambda config: False
     needs_negatives: Callable[[Any], bool] = lambda config: False
     needs_batch: Callable[[Any], bool] = lambda config: False
+    uses_hard: Callable[[Any], bool] = lambda config: True
     sections: tuple[str, ...] = ()
     in_force: Callable[[Any, int], Any] = lambda config, num_labels: config
 

@@ -477,4 +477,5 @@ ENTRY = MethodEntry(
     # The cache holds whole vectors, whose prefixes have other lengths.
     has_prefixes=lambda config: config.columns != "cache",
     needs_batch=lambda config: config.columns in ("hard", "in_batch"),
+    uses_hard=lambda config: config.columns == "hard",
 )

@@ -51,4 +51,5 @@ ENTRY = MethodEntry(
     Renee,
     {"negatives": {"uniform": 0, "hard": 0}},
     has_prefixes=lambda config: True,
+    uses_hard=lambda config: False,
 )

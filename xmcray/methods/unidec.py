@@ -323,5 +323,6 @@ ENTRY = MethodEntry(
     label_counts=("hard_per_query",),
     uses_label_texts=True,
     needs_batch=lambda config: True,
+    uses_hard=lambda config: config.hard_per_query > 0,
     sections=("fusion",),
 )

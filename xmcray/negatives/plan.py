@@ -18,7 +18,8 @@ class NegativesConfig:
         uniform: c, candidate labels drawn uniformly for a whole global batch.
         uniform_epochs: first epochs that have uniform candidates; 0 is all of them. If it equals
             `start_epoch`, hard negatives replace the uniform ones.
-        hard: h, hard negatives of a query; 0 switches the index off.
+        hard: h, hard negatives of a query; 0 switches the index off, and so do settings of a method
+            that takes none.
         cluster_size: batches are made of whole clusters of at least so many similar queries
             (NGAME), so that in-batch negatives are hard; 0 draws batches at random. Clusters are
             refreshed with the hard negatives.

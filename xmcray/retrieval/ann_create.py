@@ -15,6 +15,7 @@ from xmcray.retrieval.ann import (
     refer_to,
     transforms_rows,
 )
+from xmcray.retrieval.index_spec import num_lists
 from xmcray.retrieval.inverted_lists import are_equally_long
 from xmcray.types import Float32Array, Int64Array
 
@@ -22,6 +23,37 @@ TRAIN_ROWS_PER_LIST = 64
 KMEANS_ROUNDS = 8
 CODE_SAMPLES = 1 << 16  # rows that train the codes of an index without lists
 MOST_LINKS = 1024  # of a row in a graph
+ANY_WIDTH = 7680  # divisible by all common numbers of codes
+# What FAISS raises for a factory string that it does not accept.
+_REFUSALS = (RuntimeError, ValueError, AssertionError, MemoryError)
+
+
+def check_factory(name: str, factory: str, num_rows: int) -> None:
+    """Refuses a factory string before there are vectors to index.
+
+    Whether it fits their width is not known then.
+
+    Args:
+        name: of the setting.
+        factory: FAISS factory string.
+        num_rows: vectors that are to come.
+    Raises:
+        ConfigError: FAISS does not know it, or it wants more lists than there are vectors.
+    """
+    faiss = import_faiss()
+    try:
+        _check_numbers(factory)
+        faiss.index_factory(ANY_WIDTH, factory, faiss.METRIC_INNER_PRODUCT)
+    except _REFUSALS as error:
+        raise ConfigError(
+            f"{name} is {factory!r}, expected a FAISS factory string ({failure_reason(error)}); use"
+            " auto"
+        ) from None
+    wanted = num_lists(factory, num_rows)
+    if wanted > num_rows:
+        raise ConfigError(
+            f"{name} is {factory!r} with {wanted} lists, found {num_rows} labels in an index; use auto"
+        )
 
 
 def create(
@@ -65,7 +97,7 @@ def create(
         if own_lists is not None:
             # Rows have joined the list whose centroid is nearest. A query visits lists by inner product.
             faiss.downcast_index(own_lists.quantizer).metric_type = faiss.METRIC_INNER_PRODUCT
-    except (RuntimeError, ValueError, AssertionError, MemoryError) as error:
+    except _REFUSALS as error:
         raise ConfigError(
             f"index factory {factory!r} does not fit {num_rows} vectors of width {dim} ({failure_reason(error)}); use auto"
         ) from None

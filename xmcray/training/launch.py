@@ -36,6 +36,7 @@ from xmcray.negatives.pool import NegativePool
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.ray_adapter.session import ray_session
 from xmcray.ray_adapter.workers import WorkerGroup, run_workers
+from xmcray.retrieval.ann_create import check_factory
 from xmcray.storage.remote import is_url
 from xmcray.storage.work_folder import locked
 from xmcray.training import trackers
@@ -105,6 +106,7 @@ def train(
     if config.negatives.teacher:
         # It is used late, so a wrong one is refused now.
         open_teacher(config.negatives.teacher, TrainingData(opened, config.data))
+    _refuse_index(config, opened.card.num_labels)
     if refit:
         TrainingData(opened, config.data).check_held_out()
     num_without_text = len(opened.labels_without_tokens())
@@ -157,6 +159,17 @@ def _refuse_mistakes(corpus: str | Path, out: str | Path, config: RunConfig, ref
     trackers.check(config.log.track)
     stored_texts = [str(corpus), *credentials.texts(config.to_dict())]
     credentials.refuse(stored_texts, "what the run would keep")
+
+
+def _refuse_index(config: RunConfig, num_labels: int) -> None:
+    """Raises ConfigError for an index that could not be built.
+
+    The first one is built epochs later, and a run cannot go on with another one.
+    """
+    negatives = config.negatives
+    if negatives.hard and negatives.index not in ("auto", "Flat"):
+        num_shards = max(1, config.cluster.workers)
+        check_factory("negatives.index", negatives.index, num_labels // num_shards)
 
 
 def _refuse_other_refit(path: Path, refit: bool) -> None:
@@ -356,11 +369,12 @@ def refresh_here(config: RunConfig, device: torch.device, threads: int) -> Refre
 def _train_on_ray(run: Run, corpus: Corpus) -> None:
     """Runs the workers and the pool; raises what a worker noted as the user's mistake."""
     cluster = run.config.cluster
-    num_shards = cluster.workers if run.config.negatives.refreshed else 0
+    negatives = run.config.negatives
+    num_shards = cluster.workers if negatives.refreshed else 0
     forget_mistake(run)
     try:
         with ray_session():
-            placement = place(cluster, Nodes.of_cluster(), num_shards)
+            placement = place(cluster, Nodes.of_cluster(), num_shards, negatives.suits_gpu)
             patience = Patience(run.path, placement.request, placement.wait_s)
             interruptions = Interruptions(run.path, cluster.stall_s)
             settings = dataclasses.asdict(_worker_settings(run, placement))
@@ -445,7 +459,7 @@ def _pool(run: Run, corpus: Corpus, placement: Placement) -> Iterator[None]:
         nice=config.cluster.index_nice,
         index_options=placement.index_options,
         coordinator_options=placement.coordinator_options,
-        shared_gpus=placement.shared_gpus if config.negatives.suits_gpu else [],
+        shared_gpus=placement.shared_gpus,
     )
     try:
         yield

@@ -119,13 +119,16 @@ class Placement:
         return 0 if self.index_options.get("num_gpus") else None
 
 
-def place(cluster: ClusterConfig, nodes: Nodes, num_shards: int) -> Placement:
+def place(
+    cluster: ClusterConfig, nodes: Nodes, num_shards: int, index_suits_gpu: bool = True
+) -> Placement:
     """Decides where a run goes, given the nodes that are alive and those that may join.
 
     Args:
         cluster: section `cluster` of the run.
         nodes: nodes of the cluster.
         num_shards: index actors; 0 for a run without a negative pool.
+        index_suits_gpu: whether an index actor can search on a GPU at all.
     Raises:
         ResourceError: there can never be room. Without this check the run would wait in vain.
     """
@@ -135,15 +138,16 @@ def place(cluster: ClusterConfig, nodes: Nodes, num_shards: int) -> Placement:
     if use_gpu:
         each["GPU"] = 1
     _check_room(min_workers, each, nodes)
+    index_may_use_gpu = use_gpu and index_suits_gpu
     default_wait_s = _WAIT_FOR_MACHINES_S if nodes.autoscaled else _WAIT_S
     return Placement(
         use_gpu=use_gpu,
         threads=_threads(cluster, nodes, num_shards),
-        index_options=_index_options(cluster, nodes, num_shards, use_gpu),
+        index_options=_index_options(cluster, nodes, num_shards, index_may_use_gpu),
         coordinator_options=_cpu_node_options(nodes),
         request=f"{min_workers} workers that ask for {_words(each)} each",
         wait_s=cluster.wait_s or default_wait_s,
-        shared_gpus=_shared_gpus(cluster, nodes, num_shards) if use_gpu else [],
+        shared_gpus=_shared_gpus(cluster, nodes, num_shards) if index_may_use_gpu else [],
     )
 
 
@@ -210,7 +214,7 @@ def _index_options(
     cluster: ClusterConfig,
     nodes: Nodes,
     num_shards: int,
-    use_gpu: bool,
+    index_may_use_gpu: bool,
 ) -> dict[str, Any]:
     """Returns the options of index actors. Each has a GPU if the workers leave as many as there are
     actors.
@@ -225,7 +229,7 @@ def _index_options(
                 " give its nodes more of that resource or set cluster.index_resource to another one"
             )
         return {"resources": unit, **spread}
-    may_use_gpu = use_gpu and cluster.index_may_use_gpu
+    may_use_gpu = index_may_use_gpu and cluster.index_may_use_gpu
     if may_use_gpu and nodes.total("GPU") >= cluster.workers + num_shards:
         return {"num_gpus": 1, **spread}
     return {**_cpu_node_options(nodes), **spread}

@@ -215,6 +215,10 @@ class RunConfig:
             elif section in merged:
                 raise ConfigError(f"{method_name} has no settings {section}.*; leave them out")
         config = configs.build(cls, merged)
+        if not entry.uses_hard(config.method):
+            # No index is built for what no loss takes.
+            negatives = dataclasses.replace(config.negatives, hard=0)
+            config = dataclasses.replace(config, negatives=negatives)
         if config.encoder.separate_labels and not entry.uses_label_texts:
             raise ConfigError(
                 f"encoder.separate_labels is for methods that encode label texts, and {method_name}"

@@ -67,6 +67,13 @@ def test_gpus_that_are_left_build_indexes() -> None:
     assert place(config(workers=3), fixed(g=GPU), 3).index_gpu is None
 
 
+def test_an_index_that_no_gpu_can_search_takes_none() -> None:
+    left = place(config(workers=2), fixed(g=GPU), 2, index_suits_gpu=False)
+    assert left.use_gpu
+    assert left.index_gpu is None
+    assert not place(config(), fixed(g=GPU), 4, index_suits_gpu=False).shared_gpus
+
+
 def test_index_actors_share_the_gpus_of_trainers_that_take_all_and_reserve_nothing() -> None:
     nodes = fixed(a=GPU, c=CPU, b={"CPU": 8, "GPU": 2})
     shared = place(config(workers=6), nodes, 6).shared_gpus

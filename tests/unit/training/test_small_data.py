@@ -76,10 +76,8 @@ def test_every_method_trains_on_few_labels(
     config = RunConfig.resolve(name, {}, [*SETTINGS, f"optim.batch_size={batch_size}"])
     with caplog.at_level(logging.WARNING):
         run = train(corpus.path, tmp_path / "run", config)
-    assert (
-        f"negatives.hard is 50, clipped to the number of labels, {corpus.card.num_labels}"
-        in caplog.messages
-    )
+    warning = f"negatives.hard is 50, clipped to the number of labels, {corpus.card.num_labels}"
+    assert (warning in caplog.messages) == (config.negatives.hard == 50)
     assert (
         "negatives.cluster_size is 40, clipped to the number of training queries, 13"
         in caplog.messages
@@ -133,6 +131,41 @@ def test_rows_need_negatives(settings: list[str], message: str) -> None:
     assert message in str(caught.value)
     RunConfig.resolve("astra", {}, [*settings, "method.exact=true"])
     RunConfig.resolve("dexml", {}, settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "num_hard"),
+    [
+        ("astra", [], 50),
+        ("astra", ["method.exact=true"], 0),
+        ("renee", [], 0),
+        ("dexml", ["method.columns=hard"], 50),
+        ("dexml", ["method.columns=in_batch"], 0),
+        ("unidec", ["method.hard_per_query=1"], 50),
+        ("unidec", ["method.hard_per_query=0"], 0),
+    ],
+)
+def test_no_index_is_built_for_a_loss_without_hard_negatives(
+    name: str, settings: list[str], num_hard: int
+) -> None:
+    config = RunConfig.resolve(name, {}, ["negatives.hard=50", *settings])
+    assert config.negatives.hard == num_hard
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("flat", r"negatives.index is 'flat', expected a FAISS factory string \(could not parse"),
+        ("IVF4,Flat", "negatives.index is 'IVF4,Flat' with 4 lists, found 3 labels in an index"),
+    ],
+)
+def test_an_index_that_cannot_be_built_is_refused_at_the_start(
+    corpora: dict[str, Corpus], tmp_path: Path, index: str, message: str
+) -> None:
+    config = RunConfig.resolve("astra", {}, [*SETTINGS, f"negatives.index={index}"])
+    with pytest.raises(ConfigError, match=message):
+        train(corpora["three"].path, tmp_path / "run", config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_something_is_held_out_where_it_decides(
@@ -205,7 +238,7 @@ def test_what_is_clipped_is_said() -> None:
         "hard negatives and clusters begin after 5 epochs, of which the run has 4; lower"
         " negatives.start_epoch to use them"
     ]
-    assert lines("dexml", "negatives.hard=12", "optim.epochs=4") == unused
+    assert lines("unidec", "negatives.hard=12", "optim.epochs=4") == unused
     assert lines("dexml", "negatives.cluster_size=9", "optim.epochs=4") == unused
     assert lines("dexml", "negatives.cluster_size=9", "optim.epochs=6") == []
 
