@@ -107,12 +107,13 @@ def read_parts(folder: Path, error_type: type[ConfigError | BundleError]) -> dic
     Releases before 6 had another form of the pooling's settings, which is translated.
 
     Raises:
-        error_type: there is a part that this package does not have.
+        error_type: there is a part that this package does not have, or two of one kind.
     """
     parts: dict[str, Part] = {"Pooling": {"pooling_mode": "mean"}}
     modules_file = folder / "modules.json"
     if not modules_file.is_file():
         return parts
+    found: set[str] = set()
     for module in json.loads(modules_file.read_text(encoding="utf-8")):
         # The class alone: its module has moved between releases.
         kind = module["type"].rsplit(".", 1)[-1]
@@ -123,6 +124,11 @@ def read_parts(folder: Path, error_type: type[ConfigError | BundleError]) -> dic
                 f" expected pooling by {', '.join(POOLINGS.values())} with the prompt's tokens, and at most a"
                 " bias-free dense layer without activation and a normalisation"
             )
+        if kind in found:
+            raise error_type(
+                f"encoder in {folder} has two parts {kind}, expected one of each kind; use another model"
+            )
+        found.add(kind)
         parts[kind] = {**part, "path": module["path"]}
     return parts
 

@@ -305,7 +305,8 @@ def build(config: EncoderConfig, tokenizer: TextTokenizer, seed: int) -> Transfo
     hidden = int(encoder.model.config.hidden_size)
     # All that a frozen encoder can learn is a projection.
     needs_projection = config.frozen and config.dim > 0 and encoder.projection is None
-    if config.dim == hidden and not config.frozen:
+    # A projection to another width is given up for the transformer's own; one of this width stays.
+    if config.dim == hidden != encoder.dim and not config.frozen:
         encoder.projection = None
     elif config.dim not in (0, encoder.dim) or needs_projection:
         encoder.projection = nn.Linear(hidden, config.dim, bias=False)

@@ -8,6 +8,7 @@ import contextlib
 import os
 import secrets
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -162,6 +163,10 @@ def _keep_sigterm_handler() -> Iterator[None]:
     """Restores the handler of SIGTERM after the block; `ray.init` sets one that ends the
     process.
     """
+    # Neither Ray nor Python sets a handler in another thread.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -171,5 +176,6 @@ def _keep_sigterm_handler() -> Iterator[None]:
             handler(signal.SIGTERM, None)
         raise
     finally:
-        if callable(handler):
+        # None stands for a handler that Python did not set, and cannot set again.
+        if handler is not None:
             signal.signal(signal.SIGTERM, handler)

@@ -109,8 +109,8 @@ def _check_numbers(factory: str) -> None:
     for num_links in re.findall(r"HNSW(\d+)", factory):
         if not 2 <= int(num_links) <= MOST_LINKS:
             raise ValueError(f"{num_links} links of a row, expected 2 to {MOST_LINKS}")
-    for num_lists in re.findall(r"IVF(\d+)", factory):
-        if int(num_lists) == 0:
+    for lists in re.findall(r"IVF(\d+)", factory):
+        if int(lists) == 0:
             raise ValueError("0 lists, expected at least 1")
 
 

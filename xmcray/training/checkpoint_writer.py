@@ -206,8 +206,9 @@ class CheckpointWriter:
                     modules[f"{module_name}/{name}"] = tensor
             modules = self._copies("modules", modules)
             optimizer = self._copies("optimizer", self._stepper.optimizer.tensors())
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the copies to pinned memory are complete
+        device = next(self._stepper.encoder.parameters()).device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the copies to pinned memory are complete
         num_ranks = collectives.num_ranks()
         body = {"step": step, "num_ranks": num_ranks, **state}
         return _Snapshot(step, num_ranks, rows, dict(collected), modules, optimizer, body)

@@ -15,6 +15,7 @@ from xmcray import config as configs
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError
+from xmcray.nn.encoder import ENCODERS
 from xmcray.nn.label_side import LabelSide
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
@@ -246,10 +247,12 @@ def _num_blocks(num_labels: int) -> int:
 
 def _trained(run: Run, last: Checkpoint, data: TrainingData, partition: LabelPartition) -> Setup:
     """Encoder and method with a block of the labels, as one of many ranks would hold it."""
-    # The checkpoint's weights replace those that training started from: the transformer that gave
-    # them is no longer needed. Adapters are merged into them.
+    # The checkpoint's weights replace those that training started from: the model that gave them is
+    # no longer needed, and may be gone. Adapters are merged into them.
+    name = run.config.encoder.name
     encoder = dataclasses.replace(
         run.config.encoder,
+        name=name if name in ENCODERS else str(last.path / "encoder"),
         init_from="",
         init_vectors="distilled",
         init_share=1.0,

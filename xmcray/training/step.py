@@ -51,7 +51,7 @@ class Embedder:
         self._deferred: list[_Deferred] = []
 
     def __call__(self, tokens: Ragged) -> Tensor:
-        """Vectors [rows, D] that carry a gradient back to the encoder."""
+        """Vectors [rows, D] that carry a gradient back to the encoder, unless it is frozen."""
         if not self.micro_batch or len(tokens) <= self.micro_batch:
             return self.encoder(tokens)  # type: ignore[no-any-return]
         seed = int(torch.randint(2**62, (1,)))
@@ -59,9 +59,10 @@ class Embedder:
         with torch.no_grad():
             for i, chunk in enumerate(tokens.chunks(self.micro_batch)):
                 vectors.append(self._encode_chunk(chunk, seed + i))
-        leaf = torch.cat(vectors).requires_grad_()
-        self._deferred.append(_Deferred(tokens, leaf, seed))
-        return leaf
+        vector_BD = torch.cat(vectors)
+        if any(parameter.requires_grad for parameter in self.encoder.parameters()):
+            self._deferred.append(_Deferred(tokens, vector_BD.requires_grad_(), seed))
+        return vector_BD
 
     @property
     def is_deferred(self) -> bool:

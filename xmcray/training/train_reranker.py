@@ -139,6 +139,18 @@ def _held_out_bundle(path: str, corpus: Corpus) -> str:
     return bundle_of(run, corpus) if selected is None else str(selected)
 
 
+def one_cycle(
+    optimizer: torch.optim.Optimizer, lr: float, num_steps: int
+) -> torch.optim.lr_scheduler.OneCycleLR:
+    """A rate that rises to `lr` for a tenth of the steps, or one of them, and then falls."""
+    total_steps = num_steps + 1
+    # torch divides by the steps of the rise less one.
+    rise = max(0.1, 2 / total_steps)
+    return torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, lr, total_steps=total_steps, pct_start=rise
+    )
+
+
 def _train(
     encoder: CrossEncoder,
     retriever: Retriever,
@@ -151,9 +163,7 @@ def _train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=0.01)
     steps_per_epoch = math.ceil(len(rows) / config.batch_size)
     num_steps = config.epochs * steps_per_epoch
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, config.lr, total_steps=num_steps + 1, pct_start=0.1
-    )
+    schedule = one_cycle(optimizer, config.lr, num_steps)
     num_done = 0
     for batch in _batches(retriever, corpus, rows, config):
         pairs: list[Pair] = []

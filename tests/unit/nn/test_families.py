@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,35 @@ def test_saved_folder_keeps_pooling_prompts_and_similarity(folder: Path, tmp_pat
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A BERT without files of sentence-transformers."""
     return write_bert(tmp_path_factory.mktemp("bert"), WORDS)
+
+
+def test_a_projection_of_the_folder_stays_or_gives_way_to_another_width(
+    plain: Path, tmp_path: Path
+) -> None:
+    tokenizer = from_transformer(str(plain), max_len=64)
+    for width, other in ((16, 8), (8, 16)):
+        folder = tmp_path / str(width)
+        frozen = EncoderConfig(name=str(plain), dim=width, frozen=True)
+        projected = build_encoder(frozen, tokenizer, None, seed=3)
+        assert isinstance(projected, TransformerEncoder)
+        assert projected.projection is not None
+        projected.save(folder)
+        same = build_encoder(EncoderConfig(name=str(folder), dim=width), tokenizer, None, seed=4)
+        assert isinstance(same, TransformerEncoder)
+        assert same.projection is not None
+        assert torch.equal(same.projection.weight, projected.projection.weight)
+        changed = build_encoder(EncoderConfig(name=str(folder), dim=other), tokenizer, None, seed=4)
+        assert changed(tokenizer.encode(TEXTS)).shape[1] == other
+
+
+def test_two_dense_layers_are_refused(plain: Path, tmp_path: Path) -> None:
+    tokenizer = from_transformer(str(plain), max_len=64)
+    build_encoder(EncoderConfig(name=str(plain), dim=8), tokenizer, None, seed=3).save(tmp_path)
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    (dense,) = [module for module in modules if module["type"].endswith("Dense")]
+    (tmp_path / "modules.json").write_text(json.dumps([*modules, dense]))
+    with pytest.raises(ConfigError, match="has two parts Dense, expected one of each kind"):
+        build_encoder(EncoderConfig(name=str(tmp_path), dim=0), tokenizer, None, seed=3)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last_token", "weighted_mean"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from corpora import planted_corpus
 from models import write_bert
 from served import served
@@ -28,6 +29,7 @@ from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import EncodedTexts, Snapshot, SnapshotReference
 from xmcray.serving.source import SnapshotSource
 from xmcray.training.outcome import measure_bundle
+from xmcray.training.train_reranker import one_cycle
 from xmcray.types import Float32Array, TopLabels
 
 QUERIES = ["w1x0 w2x1", "w3x2", ""]
@@ -174,6 +176,21 @@ def test_in_the_composed_mode_another_process_reads(
     scores = [answer.score for answer in result.answers]
     assert scores == [label.score for label in expected]
     assert num_pairs == [reranked.reranker.config.candidates]
+
+
+@pytest.mark.parametrize("num_steps", range(1, 31))
+def test_the_rate_rises_and_falls_whatever_the_number_of_steps(num_steps: int) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = one_cycle(optimizer, 1.0, num_steps)
+    rates = []
+    for _ in range(num_steps):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates[0] == pytest.approx(0.04)
+    assert max(rates) <= 1
+    assert num_steps == 1 or max(rates) > 0.9
+    assert schedule.get_last_lr()[0] < 0.001 or num_steps == 1
 
 
 def test_a_model_with_several_outputs_is_refused(tmp_path: Path) -> None:

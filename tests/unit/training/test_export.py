@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from corpora import planted_decoder
 from safetensors.torch import load_file, save_file
 
 from xmcray.data.corpus import Corpus
@@ -38,6 +39,22 @@ def run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(
         corpus.path, tmp_path_factory.mktemp("run") / "r", RunConfig.resolve("astra", {}, SETTINGS)
     )
+
+
+def test_a_bundle_needs_nothing_of_the_model_that_training_started_from(tmp_path: Path) -> None:
+    corpus, model = planted_decoder(tmp_path)
+    settings = [*SETTINGS, f"encoder.name={model}", "optim.epochs=1"]
+    finished = train(corpus.path, tmp_path / "run", RunConfig.resolve("astra", {}, settings))
+    shutil.rmtree(model)
+    export_run(finished, tmp_path / "bundle")
+    last = last_checkpoint(finished)
+    tokens = corpus.split("test").tokens(np.arange(3))
+    with torch.no_grad():
+        query_BD = load_encoder(last.path / "encoder").eval()(tokens)
+    retriever = Retriever.load(tmp_path / "bundle")
+    row_LD = retriever.labels.vectors_of(np.arange(retriever.num_labels))
+    best_B = (query_BD.numpy() @ row_LD.T).max(axis=1)
+    np.testing.assert_allclose(retriever.top_labels(tokens, 1).scores[:, 0], best_B, rtol=1e-5)
 
 
 def test_scores_are_those_of_the_checkpoint(run: Run, corpus: Corpus, tmp_path: Path) -> None:

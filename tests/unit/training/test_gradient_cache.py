@@ -108,3 +108,17 @@ def test_other_masks_give_other_gradients(
     other_total, other = cached(encoder, tokens, seed=8)
     assert abs(total - other_total) > 1e-3
     assert max(float((a - b).abs().max()) for a, b in zip(expected, other, strict=True)) > 1e-3
+
+
+def test_a_frozen_encoder_has_nothing_to_propagate(
+    encoder_and_tokens: tuple[TransformerEncoder, Ragged],
+) -> None:
+    encoder, tokens = encoder_and_tokens
+    encoder.requires_grad_(False)
+    embedder = Embedder(encoder, CHUNK)
+    vector_BD = embedder(tokens)
+    assert vector_BD.shape == (len(tokens), 6)
+    assert not vector_BD.requires_grad
+    assert not embedder.is_deferred
+    embedder.finish_backward()
+    encoder.requires_grad_(True)

@@ -7,6 +7,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from shell import run_command, set_options
 
 from xmcray import cli
 from xmcray.parallel import collectives
-from xmcray.ray_adapter.session import start_ray
+from xmcray.ray_adapter.session import _keep_sigterm_handler, start_ray
 from xmcray.storage.manifest import read_manifest
 from xmcray.training import watch
 from xmcray.training.preemption import StopFlag, handling
@@ -154,9 +155,19 @@ def test_ray_leaves_our_handler_alone(address: str, monkeypatch: pytest.MonkeyPa
         "RAY_worker_niceness",
     ):  # which it sets: back to what they were afterwards
         monkeypatch.setenv(name, "x")
-    with handling(signal.SIGTERM, print):
-        start_ray()
-        assert signal.getsignal(signal.SIGTERM) is print
+    for handler in (print, signal.SIG_DFL):
+        with handling(signal.SIGTERM, handler):
+            start_ray()
+            assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_thread_leaves_signals_alone() -> None:
+    def connect() -> str:
+        with _keep_sigterm_handler():
+            return "connected"
+
+    with handling(signal.SIGTERM, print), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(connect).result() == "connected"
 
 
 def test_a_look_costs_a_broadcast_in_two_seconds(
