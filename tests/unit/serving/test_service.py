@@ -475,6 +475,28 @@ async def test_a_call_of_grpc_can_allow_no_label(bundles: dict[str, Path], tmp_p
         assert call.problem == "filter has allow and allow_none, expected one of them"
 
 
+async def test_voters_are_named_of_so_many_texts_times_keys(
+    bundles: dict[str, Path], tmp_path: Path
+) -> None:
+    async with served(tmp_path, {"a": bundles["memory"]}) as one:
+
+        async def problem(**fields: Any) -> str:
+            fields = {"texts": ["a"] * 64, "explain": True, **fields}
+            answer = await one.ask("/v1/search", fields)
+            call = Call()
+            await rpc.search(one, search_pb2.SearchRequest(**fields), call)
+            assert call.problem == answer.json().get("detail", "")
+            return call.problem
+
+        assert await problem() == ""
+        assert await problem(memory={"keys": 200}) == ""
+        assert await problem(memory={"keys": 10_000}, explain=False) == ""
+        assert await problem(memory={"keys": 201}) == (
+            "64 texts times 201 keys of the memory is 12,864, expected at most 12,800 with"
+            " `explain`; send fewer texts at once"
+        )
+
+
 async def test_labels_change_while_they_are_served(
     bundles: dict[str, Path], tmp_path: Path
 ) -> None:
