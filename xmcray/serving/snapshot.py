@@ -278,6 +278,11 @@ class Snapshot:
         """Drops what was kept for filters: each view can hold as much as a sixteenth of all vectors."""
         self._views = {}
 
+    def drop_derived(self) -> None:
+        """Drops arrays over all labels, which the next search makes again."""
+        for member in self.retriever.members:
+            member.labels.drop_derived()
+
     def memory_config(self, changes: schema.MemorySettings | None) -> MemoryConfig | None:
         """Settings of the memory for a request that changes some; None for those of the bundle."""
         memory = self.retriever.memory
