@@ -123,12 +123,12 @@ def serve(
         StorageError: a bundle is damaged.
     """
     from xmcray.serving.run import serve_forever
-    from xmcray.serving.settings import ServeConfig
+    from xmcray.serving.settings import TOKEN, ServeConfig
 
     by_name = bundles if isinstance(bundles, Mapping) else {"default": bundles}
     paths = {name: _bundle_to_serve(os.fspath(path)) for name, path in by_name.items()}
     settings = configs.build(ServeConfig, configs.overlay({"bundles": paths}, merged(config)))
-    token_file = Path(settings.token_file or Path(settings.state_dir) / "token")
+    token_file = Path(settings.token_file or Path(settings.state_dir) / TOKEN)
 
     def on_ready(url: str) -> None:
         if ready is not None:

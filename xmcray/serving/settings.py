@@ -19,6 +19,9 @@ from xmcray.storage.remote import is_url
 
 MODES = ("auto", "single", "composed")
 LONG_TEXTS = ("truncate", "refuse")
+# Files of the state folder: the tokens that are made if none are given.
+TOKEN = "token"
+ADMIN_TOKEN = "admin-token"
 MAX_SEARCHERS = 8
 MIN_EVENT_BYTES = 1 << 20
 # A name of the Hugging Face Hub: of a model, or of its owner and the model.
@@ -110,6 +113,12 @@ class ServeConfig:
             raise ConfigError("no bundle to serve; name one, or several as NAME=BUNDLE")
         if "" in self.bundles:
             raise ConfigError("a bundle has an empty name, expected NAME=BUNDLE or BUNDLE")
+        for name in (TOKEN, ADMIN_TOKEN):
+            if name in self.bundles:
+                raise ConfigError(
+                    f"a bundle has the name {name!r}, which is a file of tokens in the state"
+                    " folder; choose another name"
+                )
         check_choice("mode", self.mode, MODES)
         check_choice("long_texts", self.long_texts, LONG_TEXTS)
         check_choice("encoder", self.encoder, PRECISIONS)
