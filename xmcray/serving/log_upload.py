@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from xmcray.credentials import mask
 from xmcray.errors import StorageError, one_line
 from xmcray.serving.log_database import LogDatabase
 from xmcray.serving.log_segments import Segment, SegmentStore
@@ -118,7 +119,8 @@ class Uploader:
         try:
             function()
         except Exception as error:
-            log.warning("the copy of a label log is behind (%s)", one_line(error))
+            # Messages of stores have URLs that are signed.
+            log.warning("the copy of a label log is behind (%s)", mask(one_line(error)))
             return False
         return True
 

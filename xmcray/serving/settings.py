@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from xmcray import credentials
 from xmcray.config import check_choice, check_range
 from xmcray.errors import ConfigError
 from xmcray.nn.compact import PRECISIONS
@@ -109,6 +110,8 @@ class ServeConfig:
     options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # The state folder, Ray and messages would keep it.
+        credentials.refuse(credentials.texts(vars(self)), "a setting of the server")
         if not self.bundles:
             raise ConfigError("no bundle to serve; name one, or several as NAME=BUNDLE")
         if "" in self.bundles:

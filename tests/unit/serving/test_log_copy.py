@@ -186,7 +186,7 @@ class Server:
             self.asked.set()
             assert self.stuck.wait(60)
             if self.down:
-                raise ConnectionError("no server")
+                raise ConnectionError("no server at https://h/x?sig=s3cr3t")
             return real(*args, **options)
 
         return act
@@ -212,7 +212,7 @@ def test_a_server_that_is_down_or_slow_stops_no_append(
             assert server.asked.wait(60), "it tries again by itself"
         assert log.copy_lag_s() > 0.0
         assert "the copy of a label log is behind" in caplog.text
-        assert "no server" in caplog.text
+        assert "no server at https://h/x?sig=***" in caplog.text
         server.stuck.clear()
         server.down = False
         server.asked.clear()
