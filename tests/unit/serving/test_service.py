@@ -22,6 +22,8 @@ from bundles import DIM, TEXTS, write_bundle_of, write_fused, write_memory, writ
 from pydantic import ValidationError
 from served import ADMIN, TOKEN, Call, Served, served
 
+from xmcray.errors import StorageError
+from xmcray.retrieval.bundle import read_attributes
 from xmcray.retrieval.labels import remove_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
@@ -107,6 +109,23 @@ async def test_texts_are_encoded_elsewhere_only_where_that_is_sooner(
             encoded = (await one.ask("/v1/encode", {"texts": ASKED, "model": name})).json()
             np.testing.assert_allclose(encoded["vectors"], wanted.encode(ASKED), atol=1e-6)
         assert sent == ["bert", "bert"]
+
+
+def test_a_bundle_that_changes_while_it_is_loaded_is_refused(
+    bundles: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "b"
+    shutil.copytree(bundles["texts"], path)
+
+    def change(*arguments: Any) -> Any:
+        remove_labels(path, ["u3"])
+        return read_attributes(*arguments)
+
+    monkeypatch.setattr("xmcray.serving.snapshot.read_attributes", change)
+    with pytest.raises(StorageError, match="has changed while it was loaded, expected version"):
+        Snapshot.load(str(path), "m", threads=1)
+    monkeypatch.undo()
+    assert Snapshot.load(str(path), "m", threads=1).label_id("u3") is None
 
 
 async def test_texts_with_and_without_their_vectors_are_no_batch(bundles: dict[str, Path]) -> None:
