@@ -494,6 +494,27 @@ async def test_a_call_of_grpc_can_allow_no_label(bundles: dict[str, Path], tmp_p
         assert call.problem == "filter has allow and allow_none, expected one of them"
 
 
+@pytest.mark.parametrize(
+    ("condition", "problem"),
+    [
+        (float("nan"), rpc.NOT_FINITE),
+        ({"lt": float("inf")}, rpc.NOT_FINITE),
+        ({"gte": -(2.0**53)}, "filter.attributes has the number -9007199254740992.0, expected one"),
+        ([1, 2**53 + 1], "filter.attributes has the number 9007199254740992.0, expected one below"),
+        (2**53 - 1, "no label has an attribute 'year'; there are: none"),
+    ],
+)
+async def test_numbers_of_a_filter_that_a_message_does_not_hold_are_refused(
+    condition: Any, problem: str, bundles: dict[str, Path], tmp_path: Path
+) -> None:
+    async with served(tmp_path, {"a": bundles["texts"]}) as one:
+        label_filter = {"attributes": {"year": condition}}
+        request = search_pb2.SearchRequest(texts=["a"], filter=label_filter)
+        call = Call()
+        await rpc.search(one, request, call)
+        assert call.problem.startswith(problem)
+
+
 async def test_voters_are_named_of_so_many_texts_times_keys(
     bundles: dict[str, Path], tmp_path: Path
 ) -> None:
