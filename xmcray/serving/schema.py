@@ -293,7 +293,7 @@ class CompactRequest(Schema):
 
 
 class CompactResponse(BaseModel):
-    """The new bundle: swap to it to let the log begin anew."""
+    """The new bundle; once it is swapped in, only later operations of the log are replayed."""
 
     model: str
     bundle: str
