@@ -14,7 +14,7 @@ from xmcray.config import check_choice, check_range
 from xmcray.errors import ConfigError
 from xmcray.nn.compact import PRECISIONS
 from xmcray.retrieval.bundle import KIND, read_settings
-from xmcray.serving.schema import MAX_BODY, MAX_K, MAX_TEXTS
+from xmcray.serving.schema import MAX_BODY, MAX_K, MAX_NAME, MAX_TEXTS
 from xmcray.storage.artifact import open_artifact
 from xmcray.storage.remote import is_url
 
@@ -116,6 +116,12 @@ class ServeConfig:
             raise ConfigError("no bundle to serve; name one, or several as NAME=BUNDLE")
         if "" in self.bundles:
             raise ConfigError("a bundle has an empty name, expected NAME=BUNDLE or BUNDLE")
+        longest = max(self.bundles, key=len)
+        if len(longest) > MAX_NAME:
+            raise ConfigError(
+                f"a bundle has a name of {len(longest)} letters, {longest[:20]!r}..., expected at most"
+                f" {MAX_NAME}, so that requests can name it; choose a shorter name"
+            )
         for name in (TOKEN, ADMIN_TOKEN):
             if name in self.bundles:
                 raise ConfigError(
