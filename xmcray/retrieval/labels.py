@@ -298,7 +298,7 @@ def _rows_for(
     """Rows for `count` labels, ascending: rows not used yet, then those of further shards.
 
     Each further shard has ROOM rows, however many labels join at once. So a later label copies no
-    more than ROOM rows, and processes that each search some of the shards agree about them, although
+    more than ROOM rows. Processes that each search some of the shards agree about them, although
     one may apply label operations one by one and another all at once.
     """
     free = np.flatnonzero(row_labels < 0)[:count]

@@ -121,7 +121,7 @@ class RowMap:
     row_length: float | None
 
     def rows(self, text_UC: Float32Array) -> Float32Array:
-        """The rows of labels that join, float32 [U, C], by what the encoder makes of their texts."""
+        """Rows of labels that join, float32 [U, C], by what the encoder makes of their texts."""
         # Only the direction of the mapped text counts; its length says little about a row's.
         step_UC = (text_UC - self.mean_text_C) @ self.map_CC
         step_UC *= self.step_length / _lengths(step_UC)

@@ -85,8 +85,8 @@ class BundleRoots:
             if folder.is_relative_to(own):
                 raise ProblemError(
                     "refused",
-                    f"{one_line(folder)} is what the server itself keeps in its state folder, expected"
-                    f" a folder that is not {one_line(own)} nor below it; choose another one",
+                    f"{one_line(folder)} is what the server itself keeps in its state folder,"
+                    f" expected a folder that is not {one_line(own)} nor below it; choose another",
                 )
 
     def _add(self, root: str) -> None:

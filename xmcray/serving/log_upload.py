@@ -72,7 +72,7 @@ class Uploader:
         return max(0.0, time.time() - missing[0].at) if missing else 0.0
 
     def _compare(self) -> None:
-        """Checks that the copy is one of this log, and how much of it; completes its newest segment.
+        """Checks that the copy is of this log, and how much of it; completes its newest segment.
 
         Raises:
             StorageError: it is another log's copy, and all later appends are refused; or the URL

@@ -97,8 +97,8 @@ def _check_explained(request: schema.SearchRequest, snapshot: Snapshot) -> None:
     if num_keys > MAX_EXPLAINED_KEYS:
         raise ProblemError(
             "invalid",
-            f"{len(request.texts)} texts times {keys:,} keys of the memory is {num_keys:,}, expected"
-            f" at most {MAX_EXPLAINED_KEYS:,} with `explain`; send fewer texts at once",
+            f"{len(request.texts)} texts times {keys:,} keys of the memory is {num_keys:,},"
+            f" expected at most {MAX_EXPLAINED_KEYS:,} with `explain`; send fewer texts at once",
         )
 
 

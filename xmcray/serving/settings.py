@@ -119,8 +119,8 @@ class ServeConfig:
         longest = max(self.bundles, key=len)
         if len(longest) > MAX_NAME:
             raise ConfigError(
-                f"a bundle has a name of {len(longest)} letters, {longest[:20]!r}..., expected at most"
-                f" {MAX_NAME}, so that requests can name it; choose a shorter name"
+                f"a bundle has a name of {len(longest)} letters, {longest[:20]!r}..., expected at"
+                f" most {MAX_NAME}, so that requests can name it; choose a shorter name"
             )
         for name in (TOKEN, ADMIN_TOKEN):
             if name in self.bundles:
