@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 from corpora import planted_corpus
 from shell import SMALL_SETTINGS, Shell, run_command
 
 from xmcray import credentials
+from xmcray.api.answers import serve
 from xmcray.errors import ConfigError
 from xmcray.training.launch import train
 from xmcray.training.run import RunConfig
@@ -22,6 +24,7 @@ NAMES = [
     "MLFLOW_TRACKING_PASSWORD",
 ]
 NAMES += ["AZURE_STORAGE_KEY", "GOOGLE_API_KEY", "RAY_AUTH_TOKEN", "GITHUB_TOKEN", "DATABASE_URL"]
+SECRET_URL = "ftp://ann:s3cr3t@127.0.0.1:1/copy"
 PLANTED = {
     name: f"planted-{number:02d}-{name.lower()}-0123456789abcdef"
     for number, name in enumerate(NAMES)
@@ -103,3 +106,18 @@ def test_urls_with_secrets_are_refused_and_leave_nothing(tmp_path: Path, shell: 
     with pytest.raises(ConfigError, match=r"token=\*\*\*"):
         train(tmp_path, out, named)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"upload": SECRET_URL}, {"bundle_roots": [SECRET_URL]}, {"bundles": {"m": SECRET_URL}}],
+)
+def test_settings_of_a_server_with_secrets_are_refused(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Python, or from a file; the command line is checked on its own."""
+    monkeypatch.chdir(tmp_path)
+    expected = r"a setting of the server has a URL with a secret, ftp://ann:\*\*\*@"
+    with pytest.raises(ConfigError, match=expected):
+        serve({"a": tmp_path / "b"}, settings)
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -123,12 +124,15 @@ def serve(
         StorageError: a bundle is damaged.
     """
     from xmcray.serving.run import serve_forever
-    from xmcray.serving.settings import ServeConfig
+    from xmcray.serving.settings import TOKEN, ServeConfig
 
     by_name = bundles if isinstance(bundles, Mapping) else {"default": bundles}
-    paths = {name: _bundle_to_serve(os.fspath(path)) for name, path in by_name.items()}
-    settings = configs.build(ServeConfig, configs.overlay({"bundles": paths}, merged(config)))
-    token_file = Path(settings.token_file or Path(settings.state_dir) / "token")
+    given = {name: os.fspath(path) for name, path in by_name.items()}
+    settings = configs.build(ServeConfig, configs.overlay({"bundles": given}, merged(config)))
+    # Once the settings are checked, because a bundle at a URL is copied to this machine.
+    paths = {name: _bundle_to_serve(path) for name, path in settings.bundles.items()}
+    settings = dataclasses.replace(settings, bundles=paths)
+    token_file = Path(settings.token_file or Path(settings.state_dir) / TOKEN)
 
     def on_ready(url: str) -> None:
         if ready is not None:

@@ -273,6 +273,12 @@ class LabelIndex:
 
     # --- Derived arrays, made at the first use ---
 
+    def drop_derived(self) -> None:
+        """Drops the derived arrays of one entry per label or row; the next use makes them again."""
+        for name in ("label_rows", "hidden_labels", "answer_labels", "_answer_rows"):
+            # A cached property keeps its value under its name.
+            vars(self).pop(name, None)
+
     @functools.cached_property
     def _num_exported(self) -> int:
         """Number of shards that the export wrote: those of joined labels start at `first_added`."""

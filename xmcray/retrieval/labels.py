@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -269,14 +268,15 @@ def with_labels(
     row_labels[rows] = settings.num_labels + np.arange(len(new))
     changed: dict[int, Float32Array] = {}
     for number, shard in enumerate(shards):
-        inside = (rows >= shard.start) & (rows < shard.stop)
-        if not inside.any():
+        # Rows are ascending, so those of a shard are next to each other.
+        first, last = np.searchsorted(rows, [shard.start, shard.stop])
+        if first == last:
             continue
         # Vectors of a loaded bundle are mapped and read-only, so the shard is copied.
         shard_vectors = np.zeros((len(shard), settings.dim), np.float32)
         if number < len(settings.shards):
             shard_vectors[:] = labels.rows.vectors(number)
-        shard_vectors[rows[inside] - shard.start] = vectors[inside]
+        shard_vectors[rows[first:last] - shard.start] = vectors[first:last]
         changed[number] = shard_vectors
     uids = [label.uid for label in new]
     names = pa.table({"uid": uids, "text": texts}, schema=LABEL_SCHEMA)
@@ -295,17 +295,19 @@ def with_labels(
 def _rows_for(
     count: int, row_labels: Int64Array, shards: Sequence[VectorShard]
 ) -> tuple[Int64Array, tuple[VectorShard, ...]]:
-    """Rows for `count` labels, ascending: rows not used yet, then those of a further shard."""
+    """Rows for `count` labels, ascending: rows not used yet, then those of further shards.
+
+    Each further shard has ROOM rows, however many labels join at once. So a later label copies no
+    more than ROOM rows. Processes that each search some of the shards agree about them, although
+    one may apply label operations one by one and another all at once.
+    """
     free = np.flatnonzero(row_labels < 0)[:count]
     missing = count - len(free)
-    if not missing:
-        return free, tuple(shards)
     start = len(row_labels)
-    # Whole multiples of ROOM, so that later labels find rows that exist already.
-    room = math.ceil(missing / ROOM) * ROOM
-    more = VectorShard(start, start + room, indexed=False, candidates=1)
     rows = np.concatenate([free, start + np.arange(missing)])
-    return rows, (*shards, more)
+    starts = range(start, start + missing, ROOM)
+    more = [VectorShard(first, first + ROOM, indexed=False, candidates=1) for first in starts]
+    return rows, (*shards, *more)
 
 
 def write_changes(before: Retriever, after: Retriever, target: Path) -> set[str]:

@@ -10,6 +10,7 @@ Letters of axes here, in addition to those in types.py:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,7 @@ def new_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -> 
         # The last columns of a label's vector are its row of the classifier.
         columns = slice(-side.row_columns, None)
         text_vectors = vectors[:, columns]
-        vectors[:, columns] = _classifier_rows(retriever, side.row_columns, text_vectors)
+        vectors[:, columns] = _row_map(retriever, side.row_columns).rows(text_vectors)
     return vectors
 
 
@@ -101,8 +102,51 @@ def _prototypes(retriever: Retriever, side: LabelSide, text_UD: Float32Array) ->
     return prototypes
 
 
-def _classifier_rows(retriever: Retriever, columns: int, text_UC: Float32Array) -> Float32Array:
-    """Rows of a classifier for labels it was not trained with.
+@dataclass(frozen=True, eq=False)
+class RowMap:
+    """Makes rows of a classifier for labels it was not trained with.
+
+    Attributes:
+        mean_text_C: mean of the texts' vectors of known labels.
+        mean_row_C: mean of their rows.
+        map_CC: takes a text's deviation from the mean text to a row's deviation from the mean row.
+        step_length: length of a row's deviation from the mean row.
+        row_length: length of all rows; None if they differ in length.
+    """
+
+    mean_text_C: npt.NDArray[np.float64]
+    mean_row_C: npt.NDArray[np.float64]
+    map_CC: npt.NDArray[np.float64]
+    step_length: float
+    row_length: float | None
+
+    def rows(self, text_UC: Float32Array) -> Float32Array:
+        """Rows of labels that join, float32 [U, C], by what the encoder makes of their texts."""
+        # Only the direction of the mapped text counts; its length says little about a row's.
+        step_UC = (text_UC - self.mean_text_C) @ self.map_CC
+        step_UC *= self.step_length / _lengths(step_UC)
+        row_UC = self.mean_row_C + step_UC
+        if self.row_length is not None:
+            row_UC *= self.row_length / _lengths(row_UC)
+        return np.asarray(row_UC, np.float32)
+
+
+def _row_map(retriever: Retriever, columns: int) -> RowMap:
+    """The map of a bundle, which is fitted once: a server adds labels again and again.
+
+    Args:
+        retriever: the bundle.
+        columns: C.
+    """
+    row_maps = retriever.row_maps
+    if columns not in row_maps:
+        # Two threads may both fit it, and get the same.
+        row_maps[columns] = _fit_rows(retriever, columns)
+    return row_maps[columns]
+
+
+def _fit_rows(retriever: Retriever, columns: int) -> RowMap:
+    """Fits the map from texts to rows.
 
     A text's vector cannot serve as a row: all rows have a common part, which says how rare labels
     are, and training made them long. A text's vector of that length would answer almost every
@@ -115,7 +159,6 @@ def _classifier_rows(retriever: Retriever, columns: int, text_UC: Float32Array) 
     Args:
         retriever: the bundle.
         columns: C.
-        text_UC: float32, what the encoder makes of the new labels' texts.
     """
     known_text_MC, known_row_MC = _known_labels(retriever, columns)
     mean_text_C = known_text_MC.mean(axis=0)
@@ -125,7 +168,7 @@ def _classifier_rows(retriever: Retriever, columns: int, text_UC: Float32Array) 
     text_MC = known_text_MC - mean_text_C
     row_MC = known_row_MC - mean_row_C
     # Medians, because few labels with many queries have much longer rows.
-    step_length = np.median(np.linalg.norm(row_MC, axis=1))
+    step_length = float(np.median(np.linalg.norm(row_MC, axis=1)))
     text_length = np.median(np.linalg.norm(text_MC, axis=1))
     scale = step_length / max(text_length, _TINY)
     # Ridge regression towards scale * I: (X'X + R) map = X'Y + scale * R.
@@ -134,13 +177,8 @@ def _classifier_rows(retriever: Retriever, columns: int, text_UC: Float32Array) 
     ridge_CC = penalty * np.eye(columns)
     target_CC = text_MC.T @ row_MC + scale * ridge_CC
     map_CC = np.linalg.solve(gram_CC + ridge_CC, target_CC)
-    # Only the direction of the mapped text counts; its length says little about a row's.
-    step_UC = (text_UC - mean_text_C) @ map_CC
-    step_UC *= step_length / _lengths(step_UC)
-    row_UC = mean_row_C + step_UC
-    if have_one_length(row_lengths):
-        row_UC *= row_lengths.mean() / _lengths(row_UC)
-    return np.asarray(row_UC, np.float32)
+    row_length = float(row_lengths.mean()) if have_one_length(row_lengths) else None
+    return RowMap(mean_text_C, mean_row_C, map_CC, step_length, row_length)
 
 
 def have_one_length(row_lengths: npt.NDArray[np.floating]) -> bool:

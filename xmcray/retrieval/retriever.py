@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ from xmcray.storage.artifact import open_artifact
 from xmcray.types import BoolArray, Float32Array, Int64Array, Ragged, TopLabels, spans
 
 if TYPE_CHECKING:
+    from xmcray.retrieval.new_vectors import RowMap
     from xmcray.retrieval.reranker import Reranker
 
 CHUNK = 1024  # queries searched at once
@@ -52,6 +53,8 @@ class Retriever:
         sha256: names the bundle's content.
         others: the further members of a fused bundle: other trained models of the same labels.
         reranker: reads the best answers again, together with the query, or None.
+        row_maps: by number of columns, how labels that join get rows of a classifier. All views of
+            a loaded bundle share them, because they depend on its encoder and its export alone.
     """
 
     query_encoder: QueryEncoder
@@ -62,6 +65,7 @@ class Retriever:
     others: tuple[Retriever, ...] = ()
     calibration: Calibration | None = None
     reranker: Reranker | None = None
+    row_maps: dict[int, RowMap] = field(default_factory=dict)
 
     @classmethod
     def load(

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from xmcray.errors import ConfigError, one_line
 from xmcray.serving.problems import ProblemError
-from xmcray.serving.settings import ServeConfig
+from xmcray.serving.settings import ADMIN_TOKEN, TOKEN, ServeConfig
+from xmcray.serving.state_folder import folder_name
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ class BundleRoots:
     """The folders and URLs below which bundles are loaded and written.
 
     They are the folders that hold the configured bundles, the state folder, and
-    `ServeConfig.bundle_roots`. A configured bundle on a web server does not open that server.
+    `ServeConfig.bundle_roots`. A configured bundle on a web server does not open that server. What
+    the server itself keeps in the state folder is not among them.
 
     Args:
         config: settings.
@@ -37,7 +39,10 @@ class BundleRoots:
     """
 
     def __init__(self, config: ServeConfig) -> None:
-        self._folders = [Path(os.path.realpath(config.state_dir))]
+        state = Path(os.path.realpath(config.state_dir))
+        self._folders = [state]
+        own_names = [TOKEN, ADMIN_TOKEN, *map(folder_name, config.bundles)]
+        self._own = [Path(os.path.realpath(state / name)) for name in own_names]
         self._urls: list[str] = []
         for root in config.bundle_roots:
             self._add(root)
@@ -65,6 +70,7 @@ class BundleRoots:
             # Symbolic links must not lead out of a root.
             folder = Path(os.path.realpath(path))
             is_below = any(folder.is_relative_to(root) for root in self._folders)
+            self._refuse_own(folder)
         if not is_below:
             roots = ", ".join([*map(str, self._folders), *self._urls])
             raise ProblemError(
@@ -72,6 +78,16 @@ class BundleRoots:
                 f"{one_line(location)} is not below a folder of bundles of this server, expected one of: {roots};"
                 " the setting `bundle_roots` names more",
             )
+
+    def _refuse_own(self, folder: Path) -> None:
+        """Refuses a folder in which the server keeps tokens, logs, or what was swapped in."""
+        for own in self._own:
+            if folder.is_relative_to(own):
+                raise ProblemError(
+                    "refused",
+                    f"{one_line(folder)} is what the server itself keeps in its state folder,"
+                    f" expected a folder that is not {one_line(own)} nor below it; choose another",
+                )
 
     def _add(self, root: str) -> None:
         scheme, path = _split(root)

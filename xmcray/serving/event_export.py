@@ -85,7 +85,7 @@ class Exported:
     """What was exported.
 
     Attributes:
-        first: number of the first event that counted.
+        first: number of the first event that was read: the one after the export before.
         last: number of the last event in the log; the next export goes on after it.
         train: queries in train.jsonl.
         test: queries in test.jsonl.

@@ -19,7 +19,14 @@ from typing import NamedTuple, Self
 
 from xmcray.errors import StorageError, one_line
 from xmcray.serving.event_files import EventFile, event_files, file_lines, new_event_file
-from xmcray.serving.events import EventT, FeedbackEvent, SearchEvent, redacted, redaction_key
+from xmcray.serving.events import (
+    MAX_QUEUED,
+    EventT,
+    FeedbackEvent,
+    SearchEvent,
+    redacted,
+    redaction_key,
+)
 from xmcray.serving.log_database import LogDatabase
 from xmcray.serving.log_lines import encode_line
 from xmcray.serving.problems import ProblemError
@@ -27,7 +34,6 @@ from xmcray.storage.artifact import exclusive
 from xmcray.storage.path_errors import disk_errors
 from xmcray.storage.whole_files import make_folder
 
-MAX_QUEUED = 32 << 20  # letters of texts and uids that wait
 MAX_REQUESTS = 100_000  # newest searches that can get feedback
 FLUSH_S = 0.5  # for which searches wait for others
 LOOK_S = 60.0  # between two looks for files that are too old

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from xmcray.serving.events import FeedbackEvent, SearchEvent
+from xmcray.serving.events import MAX_QUEUED, FeedbackEvent, SearchEvent
 
 MAX_WAITING = 1000  # searches of one model that wait in a replica
 
@@ -22,6 +22,7 @@ class EventSender:
     def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
         self._waiting: dict[str, list[SearchEvent]] = {}
+        self._num_letters = 0  # of the searches of all models that wait or are on their way
         self._num_dropped: dict[str, int] = {}
         self._sending: asyncio.Task[None] | None = None
         # Held while searches are on their way, so that feedback does not overtake the search that it is
@@ -31,9 +32,13 @@ class EventSender:
     def note_searches(self, name: str, events: Sequence[SearchEvent]) -> None:
         """Queues searches of a model; never blocks or fails."""
         waiting = self._waiting.setdefault(name, [])
-        if len(waiting) >= MAX_WAITING:
+        num_letters = _num_letters(events)
+        # A search with long texts takes as much memory as hundreds of others.
+        has_room = self._num_letters + num_letters <= MAX_QUEUED
+        if len(waiting) >= MAX_WAITING or not has_room:
             self._count_dropped(name, len(events))
             return
+        self._num_letters += num_letters
         waiting += events
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send())
@@ -62,6 +67,12 @@ class EventSender:
             except Exception:
                 # The coordinator is being started again.
                 self._count_dropped(name, num_dropped + len(events))
+            finally:
+                self._num_letters -= _num_letters(events)
 
     def _count_dropped(self, name: str, number: int) -> None:
         self._num_dropped[name] = self._num_dropped.get(name, 0) + number
+
+
+def _num_letters(events: Sequence[SearchEvent]) -> int:
+    return sum(event.num_letters for event in events)

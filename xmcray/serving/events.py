@@ -20,6 +20,7 @@ from xmcray.serving.security import MIN_LENGTH, new_token_file
 
 KEY = "key"
 NOT_COLLECTED = "this server collects no events; start it with --collect-events"
+MAX_QUEUED = 32 << 20  # letters of texts and uids that wait, in a log and in a replica
 MAX_ANSWERS = 100  # of each text; the rest is not stored
 _HASH_DIGITS = 32
 

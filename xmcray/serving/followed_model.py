@@ -93,8 +93,8 @@ class FollowedModel:
             new: the new snapshot.
             commits: from the old snapshot to the new one.
         """
-        self.keep(old)
         self.newest[new.version] = new
+        self.keep(old)
         if 1 < len(commits) <= MAX_PASSED_COMMITS:
             self.passed[old.version, old.place] = commits
 
@@ -122,8 +122,12 @@ class FollowedModel:
 
     def keep(self, old: Snapshot) -> None:
         """Keeps a snapshot for the requests that began with it."""
-        # Few requests will still use this snapshot, so its cached views are not worth their memory.
+        # Few requests will still use this snapshot, so what it has cached is not worth its memory.
         old.drop_views()
+        newest = self.newest.get(old.version)
+        # Operations that change attributes alone leave the labels, and their arrays, as they are.
+        if newest is None or newest.retriever is not old.retriever:
+            old.drop_derived()
         key = (old.version, old.place)
         # A snapshot that is kept again moves to the end.
         self.older.pop(key, None)

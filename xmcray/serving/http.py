@@ -413,7 +413,8 @@ def _answer_problem(problem: ProblemError, request_id: str, status: int | None =
     headers = {"X-Content-Type-Options": "nosniff"}
     if status == 401:
         headers["WWW-Authenticate"] = CHALLENGE
-    if status == 503:
+    # With it a client would try again by itself, which it must not if something may have been done.
+    if status == 503 and problem.kind != "lost":
         headers["Retry-After"] = str(RETRY_AFTER_S)
     text = body.model_dump_json(exclude_none=True)
     return Response(text, status, media_type="application/problem+json", headers=headers)

@@ -30,7 +30,7 @@ from xmcray.storage.path_errors import disk_errors
 from xmcray.storage.whole_files import make_folder
 
 DATABASE = "label_log.sqlite"
-READ_BYTES = 4 << 20  # that `since` reads at once
+READ_BYTES = 4 << 20  # that `commits_after` reads at once
 
 
 def removed_labels(state_dir: Path, model: str) -> set[str]:
@@ -200,7 +200,8 @@ class LabelLog:
             The place with the bundle's number. Or the place before all operations, if the bundle
             holds operations of another log, or some whose numbers this log has given to others since
             it was restored. An operation sets its label whatever the bundle says of it, so all of
-            them can be applied. From there `since` raises StorageError if the log began later.
+            them can be applied. From there `commits_after` raises StorageError if the log began
+            later.
         Raises:
             StorageError: the bundle's number is beyond the end of this log, which is then an old
                 copy.

@@ -36,7 +36,7 @@ from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
 from xmcray.serving.search_pb2_grpc import RetrieverServicer, add_RetrieverServicer_to_server
 from xmcray.serving.security import Tokens, new_token_file
 from xmcray.serving.service import Service
-from xmcray.serving.settings import ServeConfig, authority
+from xmcray.serving.settings import ADMIN_TOKEN, TOKEN, ServeConfig, authority
 
 STOP_S = 5  # for requests that are being answered when the server is stopped
 GRPC_IDLE_S = 30.0  # a connection of gRPC without calls is closed, and opened again by its client
@@ -64,8 +64,8 @@ def tokens_of(config: ServeConfig) -> tuple[Tokens, Tokens]:
     folder.
     """
     folder = Path(config.state_dir)
-    reader_file = config.token_file or new_token_file(folder / "token")
-    admin_file = config.admin_token_file or new_token_file(folder / "admin-token")
+    reader_file = config.token_file or new_token_file(folder / TOKEN)
+    admin_file = config.admin_token_file or new_token_file(folder / ADMIN_TOKEN)
     return Tokens(Path(reader_file)), Tokens(Path(admin_file))
 
 

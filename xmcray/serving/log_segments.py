@@ -80,8 +80,14 @@ class SegmentStore:
                 segments.append(Segment(int(match[1]), int(match[2]), match[3]))
         return sorted(segments)
 
+    def is_whole(self, segment: Segment) -> bool:
+        """Whether the content of a segment is that of its name."""
+        return _digest(self._read(segment)) == segment.digest
+
     def put(self, lines: Sequence[Line]) -> None:
-        """Writes lines that follow each other as one segment: whole or not at all.
+        """Writes lines that follow each other as one segment, in place of what is there.
+
+        Some file systems, such as SFTP, may keep part of a segment if that fails.
 
         Args:
             lines: at least one line.
@@ -114,8 +120,7 @@ class SegmentStore:
         yielded: set[bytes] = set()
         for segment in segments:
             where = f"{self.url}/{segment.name}"
-            with reaching(self.url):
-                data = self._files.cat_file(f"{self._root}/{segment.name}")
+            data = self._read(segment)
             if _digest(data) != segment.digest:
                 raise StorageError(
                     f"{where} is damaged (its SHA-256 differs from its name); restore the file"
@@ -138,6 +143,11 @@ class SegmentStore:
                 yielded.add(line.digest)
                 last = line.last
                 yield line
+
+    def _read(self, segment: Segment) -> bytes:
+        with reaching(self.url):
+            data: bytes = self._files.cat_file(f"{self._root}/{segment.name}")
+        return data
 
 
 def _digest(data: bytes) -> str:

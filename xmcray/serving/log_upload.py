@@ -9,8 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from xmcray.credentials import mask
 from xmcray.errors import StorageError, one_line
 from xmcray.serving.log_database import LogDatabase
+from xmcray.serving.log_lines import Line
 from xmcray.serving.log_segments import Segment, SegmentStore
 
 log = logging.getLogger("xmcray.serving")
@@ -55,10 +57,13 @@ class Uploader:
         Raises:
             StorageError: the URL cannot be used, or its log is another one.
         """
-        # Once, and before the first write to the copy.
+        # Before the first write to the copy, and after one that failed.
         self._compare()
         while lines := self._database.lines_after(self._uploaded, SEGMENT_BYTES):
+            # A write that fails may leave part of a segment behind.
+            self._has_compared = False
             self._copy.put(lines)
+            self._has_compared = True
             self._uploaded = lines[-1].last
 
     def lag_s(self) -> float:
@@ -67,7 +72,7 @@ class Uploader:
         return max(0.0, time.time() - missing[0].at) if missing else 0.0
 
     def _compare(self) -> None:
-        """Checks once that the copy is one of this log, and how much of it.
+        """Checks that the copy is of this log, and how much of it; completes its newest segment.
 
         Raises:
             StorageError: it is another log's copy, and all later appends are refused; or the URL
@@ -87,7 +92,9 @@ class Uploader:
                 f" {begin}; choose an empty URL"
             )
         # The newest segment stands for all: each holds the numbers of its operations.
-        if not (self._began(segments) and self._holds(newest)):
+        own_lines = self._lines_of(newest)
+        is_own = bool(own_lines) and Segment.of(own_lines) == newest
+        if not (self._began(segments) and is_own):
             reason = (
                 f"{self._copy.url}, which ends with operation {newest.last}, is no copy of the"
                 f" local log, which ends with {self._database.last}: the folder is old, or the URL"
@@ -95,6 +102,9 @@ class Uploader:
             )
             self._database.refuse(reason)
             raise StorageError(reason)
+        # Some file systems write in place, and a connection or this process may end meanwhile.
+        if not self._copy.is_whole(newest):
+            self._copy.put(own_lines)
         self._uploaded = newest.last
         self._has_compared = True
 
@@ -103,22 +113,22 @@ class Uploader:
         own = Segment.of([self._database.first_line])
         return all(segment == own for segment in segments if segment.first > segment.last)
 
-    def _holds(self, segment: Segment) -> bool:
-        """Whether the log has the same operations as a segment."""
+    def _lines_of(self, segment: Segment) -> list[Line]:
+        """The log's lines with the operations of a segment; none if it lacks some of them."""
         if segment.last > self._database.last or segment.first <= self._database.begin:
-            return False
+            return []
         if segment.first > segment.last:
-            return True  # the first line, see `_began`
+            return [self._database.first_line]
         lines = self._database.lines_after(segment.first - 1)
-        inside = [line for line in lines if line.last <= segment.last]
-        return bool(inside) and Segment.of(inside) == segment
+        return [line for line in lines if line.last <= segment.last]
 
     def _succeeds(self, function: Callable[[], None]) -> bool:
         """Calls a function; appends go on, whatever is wrong with the copy."""
         try:
             function()
         except Exception as error:
-            log.warning("the copy of a label log is behind (%s)", one_line(error))
+            # Messages of stores have URLs that are signed.
+            log.warning("the copy of a label log is behind (%s)", mask(one_line(error)))
             return False
         return True
 

@@ -13,6 +13,10 @@ from xmcray.serving.search_batch import side_vectors_of
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
 
+# Texts times keys of a request with `explain`: 64 texts and the default of 200 keys pass.
+# Each key may be named with its text, and the only thread of searches builds all of them.
+MAX_EXPLAINED_KEYS = 64 * 200
+
 
 def request_id(given: str | None) -> str:
     """The id that a client gave its request, or a new one if that has other characters or is long."""
@@ -71,12 +75,31 @@ def _check_memory(request: schema.SearchRequest, snapshot: Snapshot) -> None:
         )
     if request.memory is not None and retriever.fusion is not None:
         raise ProblemError("invalid", str(fixed_parts()))
+    _check_explained(request, snapshot)
     try:
         memory = snapshot.memory_config(request.memory)
         retriever.check_min_probability(request.min_probability, memory)
         retriever.check_vectors(side_vectors_of(request), len(request.texts))
     except ConfigError as error:
         raise ProblemError("invalid", str(error)) from None
+
+
+def _check_explained(request: schema.SearchRequest, snapshot: Snapshot) -> None:
+    """Raises ProblemError for more voters than one request may have named."""
+    retriever = snapshot.retriever
+    # The keys of a fused bundle are few, and no request changes them.
+    if not request.explain or retriever.memory is None or retriever.fusion is not None:
+        return
+    keys = retriever.memory.config.keys
+    if request.memory is not None and request.memory.keys is not None:
+        keys = request.memory.keys
+    num_keys = len(request.texts) * keys
+    if num_keys > MAX_EXPLAINED_KEYS:
+        raise ProblemError(
+            "invalid",
+            f"{len(request.texts)} texts times {keys:,} keys of the memory is {num_keys:,},"
+            f" expected at most {MAX_EXPLAINED_KEYS:,} with `explain`; send fewer texts at once",
+        )
 
 
 def _check_filter(request: schema.SearchRequest, snapshot: Snapshot) -> None:

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import grpc
-from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.json_format import MessageToDict, ParseDict, SerializeToJsonError
 
 from xmcray.serving import request_checks, schema
 from xmcray.serving.http import Gateway
@@ -16,6 +16,9 @@ from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
 
 ROUTE = "grpc search"  # in the metrics
 NO_TOKEN = "expected metadata `authorization: Bearer TOKEN`"
+NOT_FINITE = "filter.attributes has NaN or infinity, expected finite numbers; leave it out"
+# A message holds each number as a float64, which from here on stands for several integers.
+MAX_NUMBER = 1 << 53
 NO_MESSAGE = "the call has no message, expected one in time; send it at once"
 SERVICER = "xmcray.serving.search_pb2_grpc.add_RetrieverServicer_to_server"
 CODES = {
@@ -79,8 +82,12 @@ async def _search(
     if num_bytes > gateway.service.config.max_body:
         message = f"the request has {num_bytes:,} bytes; send less at once"
         raise ProblemError("too-large", message)
-    values = MessageToDict(request, preserving_proto_field_name=True)
+    try:
+        values = MessageToDict(request, preserving_proto_field_name=True)
+    except SerializeToJsonError:
+        raise ProblemError("invalid", NOT_FINITE) from None
     label_filter = values.get("filter", {})
+    _check_numbers(label_filter.get("attributes"))
     if label_filter.pop("allow_none", False):
         if label_filter.get("allow"):
             raise ProblemError("invalid", "filter has allow and allow_none, expected one of them")
@@ -89,3 +96,18 @@ async def _search(
     search_request = schema.SearchRequest.model_validate(values)
     request_id = request_checks.request_id(metadata.get("x-request-id"))
     return await gateway.service.search(search_request, request_id)
+
+
+def _check_numbers(value: Any) -> None:
+    """Raises ProblemError for a number in the attributes of a filter that may have been rounded."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            _check_numbers(part)
+    elif isinstance(value, int | float) and abs(value) >= MAX_NUMBER:
+        raise ProblemError(
+            "invalid",
+            f"filter.attributes has the number {value}, expected one below 2**53, beyond which gRPC"
+            " rounds integers; ask over HTTP",
+        )

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from pydantic_core import PydanticCustomError
 
 MAX_BODY = 1 << 20  # bytes
+MAX_NAME = 100  # letters of the name of a model or an attribute
 MAX_TEXTS = 64
 MAX_K = 1000
 MAX_LIST = 10_000  # uids in an allow or deny list
@@ -17,7 +18,7 @@ UNKNOWN_FIELD = "unknown_field"  # type of an error of pydantic
 
 Text = Annotated[str, StringConstraints(max_length=100_000)]
 Uid = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
-Name = Annotated[str, StringConstraints(min_length=1, max_length=100)]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
 Vector = Annotated[list[float], Field(min_length=1, max_length=MAX_WIDTH)]
 Scalar = Text | bool | int | float
 Attributes = dict[Name, Scalar]
@@ -293,7 +294,7 @@ class CompactRequest(Schema):
 
 
 class CompactResponse(BaseModel):
-    """The new bundle: swap to it to let the log begin anew."""
+    """The new bundle; once it is swapped in, only later operations of the log are replayed."""
 
     model: str
     bundle: str

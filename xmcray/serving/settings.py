@@ -9,16 +9,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from xmcray import credentials
 from xmcray.config import check_choice, check_range
 from xmcray.errors import ConfigError
 from xmcray.nn.compact import PRECISIONS
 from xmcray.retrieval.bundle import KIND, read_settings
-from xmcray.serving.schema import MAX_BODY, MAX_K, MAX_TEXTS
+from xmcray.serving.schema import MAX_BODY, MAX_K, MAX_NAME, MAX_TEXTS
 from xmcray.storage.artifact import open_artifact
 from xmcray.storage.remote import is_url
 
 MODES = ("auto", "single", "composed")
 LONG_TEXTS = ("truncate", "refuse")
+# Files of the state folder: the tokens that are made if none are given.
+TOKEN = "token"
+ADMIN_TOKEN = "admin-token"
 MAX_SEARCHERS = 8
 MIN_EVENT_BYTES = 1 << 20
 # A name of the Hugging Face Hub: of a model, or of its owner and the model.
@@ -106,10 +110,24 @@ class ServeConfig:
     options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # The state folder, Ray and messages would keep it.
+        credentials.refuse(credentials.texts(vars(self)), "a setting of the server")
         if not self.bundles:
             raise ConfigError("no bundle to serve; name one, or several as NAME=BUNDLE")
         if "" in self.bundles:
             raise ConfigError("a bundle has an empty name, expected NAME=BUNDLE or BUNDLE")
+        longest = max(self.bundles, key=len)
+        if len(longest) > MAX_NAME:
+            raise ConfigError(
+                f"a bundle has a name of {len(longest)} letters, {longest[:20]!r}..., expected at"
+                f" most {MAX_NAME}, so that requests can name it; choose a shorter name"
+            )
+        for name in (TOKEN, ADMIN_TOKEN):
+            if name in self.bundles:
+                raise ConfigError(
+                    f"a bundle has the name {name!r}, which is a file of tokens in the state"
+                    " folder; choose another name"
+                )
         check_choice("mode", self.mode, MODES)
         check_choice("long_texts", self.long_texts, LONG_TEXTS)
         check_choice("encoder", self.encoder, PRECISIONS)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xmcray.errors import memory_errors
+from xmcray.errors import StorageError, memory_errors
 from xmcray.nn.label_side import LabelSide
 from xmcray.retrieval.answers import FoundLabel
 from xmcray.retrieval.attributes import LabelAttributes
@@ -29,6 +29,7 @@ from xmcray.retrieval.votes import MemoryConfig
 from xmcray.serving import schema
 from xmcray.serving.log_place import Commit, LogPlace, place_in
 from xmcray.storage.artifact import open_artifact
+from xmcray.storage.manifest import read_manifest
 from xmcray.types import BoolArray, Float32Array
 
 MAX_VIEWS = 16  # filters whose views are kept
@@ -114,7 +115,8 @@ class Snapshot:
             encoder: see `Retriever.load`.
             rerank: a cross-encoder that reads the best answers again; none if empty.
         Raises:
-            StorageError, BundleError: missing, altered, malformed, or not a bundle.
+            StorageError, BundleError: missing, altered, malformed, changed meanwhile, or not a
+                bundle.
             OutOfMemoryError: it does not fit.
         """
         retriever = Retriever.load(bundle, threads=threads, subset=subset, precision=encoder)
@@ -126,6 +128,13 @@ class Snapshot:
         place = place_in(manifest.about, model)
         attributes = read_attributes(folder, retriever.settings)
         label_sides = load_label_sides(folder, retriever.settings)
+        # Last: parts of two versions would fit each other and give wrong answers.
+        latest = read_manifest(folder, KIND)
+        if {manifest.sha256, latest.sha256} != {retriever.sha256}:
+            raise StorageError(
+                f"{bundle} has changed while it was loaded, expected version"
+                f" {retriever.sha256[:12]}; load it again"
+            )
         return cls(model, retriever, attributes, label_sides, folder, place)
 
     @property
@@ -277,6 +286,11 @@ class Snapshot:
     def drop_views(self) -> None:
         """Drops what was kept for filters: each view can hold as much as a sixteenth of all vectors."""
         self._views = {}
+
+    def drop_derived(self) -> None:
+        """Drops arrays over all labels, which the next search makes again."""
+        for member in self.retriever.members:
+            member.labels.drop_derived()
 
     def memory_config(self, changes: schema.MemorySettings | None) -> MemoryConfig | None:
         """Settings of the memory for a request that changes some; None for those of the bundle."""

@@ -131,5 +131,5 @@ def folder_name(model: str) -> str:
     """Name of the folder of a model; no two models share one."""
     if re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", model):
         return model
-    # Slashes and dots could lead out of the folder, and long names do not fit.
+    # Slashes and dots could lead out of the folder, and a letter may take several bytes of a name.
     return f"model-{hashlib.sha256(model.encode()).hexdigest()[:16]}"

@@ -87,8 +87,9 @@ def release_copies(kind: str, in_use: Collection[Path]) -> None:
     The newest ones stay, because they may be opened again.
 
     Args:
-        kind: only artifacts of this kind are removed.
-        in_use: folders that this process goes on using; others than copies do no harm.
+        kind: only artifacts of this kind are removed. Those of any kind are no longer held.
+        in_use: folders that this process goes on using, of artifacts of any kind; others than
+            copies do no harm.
     """
     # In the order in which they were opened.
     for copy in list(_held):

@@ -181,7 +181,10 @@ def distil(
     encoder = _start(transformer, teacher.tokenizer, settings, data, config.seed)
     _train(encoder, teacher, lessons, config, progress)
     query_encoder = dataclasses.replace(teacher.query_encoder, encoder=encoder.eval())
-    student = dataclasses.replace(teacher, query_encoder=query_encoder, calibration=None)
+    # Neither the teacher's probabilities nor its map from texts to rows are the student's.
+    student = dataclasses.replace(
+        teacher, query_encoder=query_encoder, calibration=None, row_maps={}
+    )
     rows = data.validation_rows
     measured = some_rows(rows, MOST_MEASURED, config.seed)
     outcome = DistilOutcome(

@@ -36,11 +36,12 @@ from xmcray.retrieval.labels import (
 )
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.new_vectors import new_vectors
+from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import SearchScope, ShardBuild, ShardSubset
 from xmcray.storage.artifact import exclusive, open_artifact
 from xmcray.storage.manifest import finish_manifest
-from xmcray.types import TopLabels
+from xmcray.types import Ragged, TopLabels
 
 # Each repeats a word twice and the seventh word after it four times.
 NEW = [
@@ -223,7 +224,10 @@ def test_more_labels_than_a_shard_has_room_for(
     whole = Retriever.load(tmp_path / "whole")
 
     num_joined = [shard.stop - len(TEXTS) for shard in parts.settings.shards]
-    assert num_joined == [0, 8, 12]
+    assert num_joined == [0, 4, 8, 12]
+    # A process that catches up has the same shards as one that applied each operation.
+    assert whole.settings.shards == parts.settings.shards
+    np.testing.assert_array_equal(whole.labels.row_labels, parts.labels.row_labels)
     of_parts = parts.search(NEW_TEXTS, 3)
     of_whole = whole.search(NEW_TEXTS, 3)
     for answers, expected in zip(of_parts, of_whole, strict=True):
@@ -245,6 +249,37 @@ def test_labels_that_join_one_by_one_lie_in_few_blocks(bundles: Any) -> None:
     joined = np.arange(560, labels.num_labels)
     assert labels.texts(joined) == NEW_TEXTS
     assert labels.ids_by_uid()["u3"] == 3
+
+
+def test_known_labels_are_encoded_once_for_all_that_join(
+    bundles: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retriever = Retriever.load(bundles("both"))
+    label_sides = load_label_sides(bundles("both"), retriever.settings)
+    assert label_sides[0].row_columns
+    num_encoded = []
+    encode_labels = QueryEncoder.encode_labels
+
+    def counted(encoder: QueryEncoder, tokens: Ragged) -> Any:
+        num_encoded.append(len(tokens))
+        return encode_labels(encoder, tokens)
+
+    monkeypatch.setattr(QueryEncoder, "encode_labels", counted)
+    for label in NEW[:3]:
+        retriever = with_labels(retriever, label_sides, [label])
+
+    assert num_encoded == [1, len(TEXTS), 1, 1]
+    alone = with_labels(Retriever.load(bundles("both")), label_sides, NEW[2:3])
+    assert_same_vector(alone, retriever, NEW[2].uid)
+
+
+def assert_same_vector(one: Retriever, other: Retriever, uid: str) -> None:
+    """Both have the same vector of a label, bit for bit."""
+    vectors = []
+    for retriever in (one, other):
+        label_ids = np.array(list(retriever.labels.ids_of([uid]).values()))
+        vectors.append(retriever.labels.vectors_of(label_ids))
+    np.testing.assert_array_equal(*vectors)
 
 
 @pytest.mark.parametrize("row_columns", [-1, DIM + 1, 10**12])

@@ -132,6 +132,37 @@ def test_everything_else_is_refused(location: str, tmp_path: Path) -> None:
     assert caught.value.detail.isprintable(), "one line, also if the path has several"
 
 
+@pytest.mark.parametrize(
+    "location",
+    [
+        "local",
+        "local/head.json",
+        "bucket/events/b",
+        "x/../local/b",
+        "link",
+        "token",
+        "admin-token/b",
+    ],
+)
+def test_what_the_server_keeps_in_its_state_folder_is_refused(
+    location: str, tmp_path: Path
+) -> None:
+    """Compacted there, a bundle would end the log of events, and the next start would fail."""
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "link").symlink_to(tmp_path / "state" / "local")
+    roots_of(tmp_path).check(f"{tmp_path}/state/local-2")
+    with pytest.raises(ProblemError, match="is what the server itself keeps in its state folder"):
+        roots_of(tmp_path).check(f"{tmp_path}/state/{location}")
+
+
+@pytest.mark.parametrize("name", ["token", "admin-token"])
+def test_a_bundle_does_not_have_the_name_of_a_token_file(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match="is a file of tokens in the state folder; choose another"
+    ):
+        ServeConfig(bundles={name: "b"})
+
+
 @pytest.mark.parametrize("root", ["simplecache::s3://models", "s3://a?b", "file:///models"])
 def test_a_root_is_one_plain_folder_or_url(root: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):

@@ -18,7 +18,7 @@ from shell import run_command
 
 from xmcray.data.formats import detect
 from xmcray.errors import StorageError
-from xmcray.serving import event_log
+from xmcray.serving import event_log, event_sender
 from xmcray.serving.event_files import event_files, read_lines
 from xmcray.serving.event_log import EventLog
 from xmcray.serving.event_sender import EventSender
@@ -59,6 +59,27 @@ async def test_feedback_does_not_overtake_a_search_on_its_way() -> None:
     may_arrive.set()
     await acknowledged
     assert arrived == ["r1", "accept"]
+
+
+async def test_searches_that_wait_in_a_replica_are_bounded_by_their_letters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_sender, "MAX_QUEUED", 10)
+    arrived: list[tuple[int, int]] = []
+
+    class Coordinator:
+        async def note_searches(self, name: str, events: list[SearchEvent], dropped: int) -> None:
+            arrived.append((len(events), dropped))
+
+    sender = EventSender(Coordinator())
+    search = SearchEvent(request="r1", version="v", texts=["four"], answers=[["u"]])
+    for _ in range(3):
+        sender.note_searches("default", [search])
+    await sender._send()
+    # What was sent makes room.
+    sender.note_searches("default", [search])
+    await sender._send()
+    assert arrived == [(2, 1), (1, 0)]
 
 
 async def react(one: Served, search: Any, place: int, event: str, status: int = 200) -> Any:

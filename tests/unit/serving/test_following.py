@@ -19,7 +19,7 @@ from xmcray.serving.decisions import Decision, Report, ServedBundle, Update
 from xmcray.serving.followed_model import CatchUp, FollowedModel
 from xmcray.serving.follower import Follower
 from xmcray.serving.log_place import BEGINNING, Commit, LogPlace
-from xmcray.serving.schema import SwapRequest
+from xmcray.serving.schema import Operation, SwapRequest
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot, SnapshotReference
 
@@ -352,3 +352,21 @@ def test_a_snapshot_that_is_kept_again_is_the_last_to_be_forgotten(
     for number in (1, 2, 1, 3):
         model.keep(snapshot.at(LogPlace(number)))
     assert [place.number for _, place in model.older] == [1, 3]
+
+
+def test_a_snapshot_that_was_replaced_keeps_no_arrays_over_all_labels(bundle: Path) -> None:
+    model = FollowedModel()
+    exported = Snapshot.load(str(bundle), "default", 1)
+    begun = exported.after([Operation(op="delete", uid="u3")])
+    answers = begun.probe(["sort"])
+    derived = {"answer_labels", "hidden_labels", "_answer_rows"}
+    assert derived <= vars(begun.retriever.labels).keys()
+
+    # The labels stay the same, and so do their arrays.
+    annotated = begun.after([Operation(op="update", uid="u4", attributes={"lang": "en"})])
+    model.replace(begun, annotated, [])
+    assert derived <= vars(annotated.retriever.labels).keys()
+
+    model.replace(annotated, annotated.after([Operation(op="delete", uid="u5")]), [])
+    assert not derived & vars(begun.retriever.labels).keys()
+    assert begun.probe(["sort"]) == answers

@@ -134,6 +134,47 @@ def test_an_upload_that_arrived_although_it_failed_does_no_harm(url: str, tmp_pa
             assert operations_after(log, 0) == ALL
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_segment_of_which_a_part_was_written_is_written_again(
+    place: int, url: str, tmp_path: Path
+) -> None:
+    """SFTP and others write in place, and the server may end meanwhile."""
+    log = LabelLog(tmp_path / "one", "m", upload_url=url, upload_every_s=1000)
+    if place == -1:
+        log.append(BATCHES[0])
+    log.close()
+    filesystem, _ = fsspec.core.url_to_fs(url)
+    path = sorted(objects(url).values())[place]
+    whole = filesystem.cat_file(path)
+    filesystem.pipe_file(path, whole[:10])
+    LabelLog(tmp_path / "one", "m", upload_url=url).close()
+    assert filesystem.cat_file(path) == whole
+
+
+def test_a_part_of_a_segment_does_not_stay_if_its_upload_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "memory://part"
+    kind = type(fsspec.filesystem("memory"))
+    write = kind.pipe_file
+
+    def fail(filesystem: Any, path: str, data: bytes, **options: Any) -> None:
+        write(filesystem, path, data[:10], **options)
+        raise ConnectionError("lost")
+
+    with LabelLog(tmp_path / "one", "m", upload_url=url, upload_every_s=1000) as log:
+        log.append(BATCHES[0])
+        monkeypatch.setattr(kind, "pipe_file", fail)
+        with pytest.raises(StorageError, match="lost"):
+            upload(log)
+        monkeypatch.undo()
+        # The next segment would begin with the same operation, and end later.
+        log.append(BATCHES[1])
+    with LabelLog(tmp_path / "two", "m", upload_url=url) as log:
+        assert operations_after(log, 0) == [*BATCHES[0], *BATCHES[1]]
+    fsspec.filesystem("memory").store.clear()
+
+
 def test_local_state_wins_but_not_over_a_newer_copy(url: str, tmp_path: Path) -> None:
     with LabelLog(tmp_path / "old", "m") as log:
         log.append(BATCHES[0])
@@ -186,7 +227,7 @@ class Server:
             self.asked.set()
             assert self.stuck.wait(60)
             if self.down:
-                raise ConnectionError("no server")
+                raise ConnectionError("no server at https://h/x?sig=s3cr3t")
             return real(*args, **options)
 
         return act
@@ -212,7 +253,7 @@ def test_a_server_that_is_down_or_slow_stops_no_append(
             assert server.asked.wait(60), "it tries again by itself"
         assert log.copy_lag_s() > 0.0
         assert "the copy of a label log is behind" in caplog.text
-        assert "no server" in caplog.text
+        assert "no server at https://h/x?sig=***" in caplog.text
         server.stuck.clear()
         server.down = False
         server.asked.clear()

@@ -53,7 +53,7 @@ async def test_a_change_says_to_try_again(tmp_path: Path, path: str, body: Any) 
         one.admin = admin
         answer = await one.ask(f"/admin/v1/{path}", body, ADMIN)
     assert answer.status_code == 503, answer.text
-    assert answer.headers["Retry-After"] == "1"
+    assert "Retry-After" not in answer.headers
     assert answer.json()["type"] == "urn:xmcray:lost"
     assert answer.json()["detail"] == (
         "the coordinator was lost with this request, which it may have carried out, and is started"

@@ -22,6 +22,8 @@ from bundles import DIM, TEXTS, write_bundle_of, write_fused, write_memory, writ
 from pydantic import ValidationError
 from served import ADMIN, TOKEN, Call, Served, served
 
+from xmcray.errors import StorageError
+from xmcray.retrieval.bundle import read_attributes
 from xmcray.retrieval.labels import remove_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
@@ -107,6 +109,23 @@ async def test_texts_are_encoded_elsewhere_only_where_that_is_sooner(
             encoded = (await one.ask("/v1/encode", {"texts": ASKED, "model": name})).json()
             np.testing.assert_allclose(encoded["vectors"], wanted.encode(ASKED), atol=1e-6)
         assert sent == ["bert", "bert"]
+
+
+def test_a_bundle_that_changes_while_it_is_loaded_is_refused(
+    bundles: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "b"
+    shutil.copytree(bundles["texts"], path)
+
+    def change(*arguments: Any) -> Any:
+        remove_labels(path, ["u3"])
+        return read_attributes(*arguments)
+
+    monkeypatch.setattr("xmcray.serving.snapshot.read_attributes", change)
+    with pytest.raises(StorageError, match="has changed while it was loaded, expected version"):
+        Snapshot.load(str(path), "m", threads=1)
+    monkeypatch.undo()
+    assert Snapshot.load(str(path), "m", threads=1).label_id("u3") is None
 
 
 async def test_texts_with_and_without_their_vectors_are_no_batch(bundles: dict[str, Path]) -> None:
@@ -473,6 +492,49 @@ async def test_a_call_of_grpc_can_allow_no_label(bundles: dict[str, Path], tmp_p
         call = Call()
         assert await num_answers(call, allow=["u1"], allow_none=True) == 0
         assert call.problem == "filter has allow and allow_none, expected one of them"
+
+
+@pytest.mark.parametrize(
+    ("condition", "problem"),
+    [
+        (float("nan"), rpc.NOT_FINITE),
+        ({"lt": float("inf")}, rpc.NOT_FINITE),
+        ({"gte": -(2.0**53)}, "filter.attributes has the number -9007199254740992.0, expected one"),
+        ([1, 2**53 + 1], "filter.attributes has the number 9007199254740992.0, expected one below"),
+        (2**53 - 1, "no label has an attribute 'year'; there are: none"),
+    ],
+)
+async def test_numbers_of_a_filter_that_a_message_does_not_hold_are_refused(
+    condition: Any, problem: str, bundles: dict[str, Path], tmp_path: Path
+) -> None:
+    async with served(tmp_path, {"a": bundles["texts"]}) as one:
+        label_filter = {"attributes": {"year": condition}}
+        request = search_pb2.SearchRequest(texts=["a"], filter=label_filter)
+        call = Call()
+        await rpc.search(one, request, call)
+        assert call.problem.startswith(problem)
+
+
+async def test_voters_are_named_of_so_many_texts_times_keys(
+    bundles: dict[str, Path], tmp_path: Path
+) -> None:
+    async with served(tmp_path, {"a": bundles["memory"]}) as one:
+
+        async def problem(**fields: Any) -> str:
+            fields = {"texts": ["a"] * 64, "explain": True, **fields}
+            answer = await one.ask("/v1/search", fields)
+            call = Call()
+            await rpc.search(one, search_pb2.SearchRequest(**fields), call)
+            assert call.problem == answer.json().get("detail", "")
+            return call.problem
+
+        assert await problem() == ""
+        assert await problem(memory={"keys": 200}) == ""
+        assert await problem(memory={"keys": 10_000}, explain=False) == ""
+        assert await problem(memory={"keys": 201}) == (
+            "64 texts times 201 keys of the memory is 12,864, expected at most 12,800 with"
+            " `explain`; send fewer texts at once"
+        )
 
 
 async def test_labels_change_while_they_are_served(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from xmcray.errors import ConfigError
 from xmcray.serving.settings import ServeConfig, with_absolute_paths
-from xmcray.serving.state_folder import StateFolder
+from xmcray.serving.state_folder import StateFolder, folder_name
 
 
 @pytest.mark.parametrize("was_relative", [False, True])
@@ -43,3 +45,15 @@ def test_a_swap_stays_however_the_path_of_the_configured_bundle_was_written(
     head = {"configured": before.format(folder), "bundle": "other", "version": "0" * 64}
     (tmp_path / "a" / "head.json").write_text(json.dumps(head))
     assert StateFolder(config, "a").bundle() == ("other", "0" * 64)
+
+
+def test_a_folder_has_the_name_of_its_model_where_a_disk_takes_it() -> None:
+    longest = "a" * 100
+    assert folder_name(longest) == longest
+    hashed = [folder_name(name) for name in ("../a", ".a", "a/b", "\U0001f600" * 100)]
+    assert all(re.fullmatch("model-[0-9a-f]{16}", name) for name in hashed)
+    assert len(set(hashed)) == len(hashed)
+    with pytest.raises(
+        ConfigError, match=r"a name of 101 letters, 'a{20}'..., expected at most 100"
+    ):
+        ServeConfig(bundles={"b": "x", f"{longest}a": "y"})
