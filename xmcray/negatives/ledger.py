@@ -37,7 +37,7 @@ class Ledger:
         return list(newest.values())
 
     def version(self, version: int) -> VersionFolder:
-        """Returns the newest attempt at a version, which is started if there is none."""
+        """Returns the newest attempt at a version; without one, makes the folder of the first."""
         for folder in self.versions():
             if folder.version == version:
                 return folder

@@ -176,7 +176,10 @@ class Encoder(nn.Module, abc.ABC):
         """Writes weights (safetensors) and settings (JSON) into `folder` for `load_encoder`."""
 
     def restore(self, folder: Path) -> None:
-        """Takes the weights that an encoder with the same settings saved into `folder`."""
+        """Takes the weights that an encoder with the same settings saved into `folder`.
+
+        Those of a transformer are saved and read as float32.
+        """
         self.load_state_dict(load_text_encoder(folder).state_dict())
 
     @property

@@ -208,7 +208,7 @@ class RowTable:
 
         Args:
             blocks: the first row of each block, and its tensors.
-            num_steps: updates before the checkpoint, at which all rows were flushed.
+            num_steps: updates before the checkpoint. Decay that was pending then is in the blocks.
 
         Raises:
             KeyError: a tensor is missing.

@@ -440,7 +440,7 @@ def open_or_create(
     if run.corpus_sha256 != corpus.sha256:
         raise RunError(f"{path} was trained on another corpus ({run.corpus}); choose another --out")
     for change in sorted(configs.differences(run.config.to_dict(), config.to_dict())):
-        # Where a run trains and what it records may change; they do not change the result.
+        # Where a run trains and what it records may change; they change the result by rounding alone.
         if not change.startswith(("cluster.", "log.")):
             raise RunError(
                 f"{path} was started with {change}; use the same settings or another --out"
