@@ -275,7 +275,7 @@ def tune_bundle(
     metric: str = METRIC,
     seed: int = 0,
 ) -> BundleSweep:
-    """Searches with many settings of a bundle, and trains nothing.
+    """Searches with many settings of a bundle, and trains nothing; the same call repeats it.
 
     Args:
         bundle: bundle or finished run, whose run held queries out.
@@ -290,7 +290,7 @@ def tune_bundle(
         The settings with their metrics, the best first; `out` has the report.
     Raises:
         ConfigError: the space is not valid, or is not for this bundle.
-        RunError: `out` is in use, or holds something else.
+        RunError: `out` is in use, or holds something else, such as another sweep.
     """
     configs.check_range("trials", trials, low=1)
     configs.check_range("seed", seed, low=0)
@@ -298,17 +298,32 @@ def tune_bundle(
     from xmcray.tuning.space import parse_space
 
     space_name = os.fspath(space)
-    parsed = parse_space(configs.load_yaml(space_name), space_name)
+    space_file = configs.load_yaml(space_name)
+    parsed = parse_space(space_file, space_name)
     family_of(parsed, space_name)
     from xmcray.data.corpus import Corpus
+    from xmcray.retrieval import bundle as bundles
+    from xmcray.storage.artifact import open_artifact
     from xmcray.storage.work_folder import locked
-    from xmcray.tuning.inference import BUNDLE_SWEEP_FOLDER, sweep_bundle
+    from xmcray.tuning.inference import BUNDLE_SWEEP_FOLDER, BundleSweepConfig, sweep_bundle
 
     corpus = Corpus.open(os.fspath(data))
     folder = Path(out).absolute()
     path = bundle_at(os.fspath(bundle), os.fspath(data))
+    _, manifest = open_artifact(path, bundles.KIND, contents=False)
+    definition = BundleSweepConfig(
+        bundle_sha256=manifest.sha256,
+        corpus_sha256=corpus.sha256,
+        space=space_file,
+        trials=trials,
+        metric=metric,
+        seed=seed,
+    )
     with locked(folder, BUNDLE_SWEEP_FOLDER):
+        definition.check_folder(folder)
         sweep = sweep_bundle(path, corpus, parsed, trials, seed, metric, space_name)
+        # Before the results, so that no folder has results without it.
+        definition.write(folder)
         sweep.write(folder, f"Settings of {Path(bundle).name} on {corpus.card.name}")
     return sweep
 

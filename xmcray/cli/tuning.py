@@ -45,7 +45,7 @@ def tune_options(verb: argparse.ArgumentParser) -> None:
         "--out",
         required=True,
         metavar="DIR",
-        help="folder of the sweep; the same command continues it",
+        help="folder of the sweep; the same command continues it, or with --bundle repeats it",
     )
     verb.add_argument(
         "--bundle",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import yaml
 from xmcray import config as configs
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
-from xmcray.errors import ConfigError
+from xmcray.errors import ConfigError, RunError, readable
 from xmcray.evaluation.evaluate import SEARCH_K
 from xmcray.evaluation.metrics import Metrics
 from xmcray.nn.heads import TwoHeads, load_head
@@ -39,7 +40,7 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import SearchScope
 from xmcray.retrieval.votes import VOTE_QUERIES, MemoryConfig, sweep
 from xmcray.storage.artifact import open_artifact
-from xmcray.storage.whole_files import write_json, write_text
+from xmcray.storage.whole_files import read_json, write_json, write_text
 from xmcray.storage.work_folder import FolderKind
 from xmcray.training.export import index_spec, sample_rows
 from xmcray.training.held_out import held_out_by
@@ -54,12 +55,49 @@ from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, spans
 # An index may lose this much to the best one. Among those that do not lose more, speed decides.
 TOLERATED_LOSS = 0.001
 
-# Such a sweep starts anew each time, so it may replace only its own files.
-BUNDLE_SWEEP_FOLDER = FolderKind(
-    "sweep of a bundle", None, ("results.json", "report.html", "best.yaml")
-)
+# Such a sweep starts anew each time. Its definition tells whether a folder's results are its own.
+_DEFINITION = "bundle-sweep.json"
+BUNDLE_SWEEP_FOLDER = FolderKind("sweep of a bundle", _DEFINITION)
 
 FAMILIES: Mapping[str, type[Any]] = {**OPTIONAL_SECTIONS, "index": IndexSpec}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleSweepConfig:
+    """The definition of a sweep; two sweeps with equal definitions have equal results.
+
+    Attributes:
+        bundle_sha256: names the bundle's content.
+        corpus_sha256: the same of the corpus.
+        space: content of the space's file.
+        trials: number of sampled settings.
+        metric: the metric that decides.
+        seed: seed of the sampled values.
+    """
+
+    bundle_sha256: str
+    corpus_sha256: str
+    space: Mapping[str, Any]
+    trials: int
+    metric: str
+    seed: int
+
+    def check_folder(self, folder: Path) -> None:
+        """Raises RunError if a folder holds a sweep with another definition."""
+        path = folder / _DEFINITION
+        if not path.is_file():
+            return
+        remedy = "use the same settings or another --out"
+        with readable(f"{path} is damaged", remedy, RunError):
+            before = dict(read_json(path))
+        now = json.loads(json.dumps(dataclasses.asdict(self)))
+        difference = next(configs.differences(before, now), None)
+        if difference:
+            raise RunError(f"{folder} holds a sweep of a bundle with {difference}; {remedy}")
+
+    def write(self, folder: Path) -> None:
+        """Makes a folder that of this sweep."""
+        write_json(folder / _DEFINITION, dataclasses.asdict(self))
 
 
 @dataclass(frozen=True, slots=True)

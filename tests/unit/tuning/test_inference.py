@@ -200,8 +200,13 @@ def test_the_command(corpus: Corpus, memory: str, tmp_path: Path, shell: Shell) 
     assert "Parallel coordinates" in (out / "report.html").read_text()
     again = json.loads(shell.run(f"{command} --trials 8 --json"))
     assert again == results, "the same samples, the same numbers"
-    (out / "thesis.tex").touch()
-    assert "holds thesis.tex and no sweep of a bundle" in shell.error(command)
+    message = shell.error(f"{command} --trials 9")
+    assert "holds a sweep of a bundle with trials = 8, now 9; use the same settings" in message
+    assert json.loads((out / "results.json").read_text()) == results
+    # The results of anything else are not replaced.
+    (out / "bundle-sweep.json").unlink()
+    message = shell.error(f"{command} --trials 8")
+    assert "and no sweep of a bundle; choose another --out" in message
 
 
 def test_the_best_index_is_exported(corpus: Corpus, tmp_path: Path, shell: Shell) -> None:
