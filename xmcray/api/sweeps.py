@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from xmcray import config as configs
-from xmcray.api.settings_sources import Location, Settings, merged
+from xmcray.api.settings_sources import Location, Settings, merged, merged_without_presets
 from xmcray.errors import ConfigError
 from xmcray.methods.registry import check_method_name
 from xmcray.paths import bundle_at
@@ -57,7 +57,7 @@ def tune(
     metric: str = METRIC,
     first: Sequence[Location] = (),
     trial_cpu_s: float | None = None,
-    workers: int = 0,
+    workers: int | None = None,
     seed: int = 0,
     keep: int = DEFAULT_KEEP,
     progress: bool = True,
@@ -77,7 +77,8 @@ def tune(
         first: configurations whose values the first trials have, as near as the space allows.
         trial_cpu_s: seconds of CPU time after which a trial is stopped; no limit if not given. Only
             for trials without workers.
-        workers: processes of each trial; 0 is its own.
+        workers: processes of each trial; 0 is its own. That of `cluster.workers` if not given, and 0
+            if only a preset has it.
         seed: of the sampled values.
         keep: best trials whose checkpoints stay.
         progress: print a line on stderr when a trial ends.
@@ -99,7 +100,14 @@ def tune(
     from xmcray.training.run import RunConfig
     from xmcray.tuning.sweep import SweepConfig
 
-    values = configs.overlay(merged(config), {"cluster": {"workers": workers}})
+    values = merged(config)
+    # The number that a preset has is for one training, and trials share the machine.
+    own_cluster = merged_without_presets(config).get("cluster")
+    has_workers = isinstance(own_cluster, Mapping) and "workers" in own_cluster
+    if workers is None and not has_workers:
+        workers = 0
+    if workers is not None:
+        values = configs.overlay(values, {"cluster": {"workers": workers}})
     settings = RunConfig.resolve(method, values)
     space_file = _without_missing_models(space_file, space_name)
     # The checks need a definition, and the corpus is opened only when they have passed.

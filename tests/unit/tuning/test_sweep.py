@@ -319,6 +319,13 @@ def test_importance_is_that_of_the_last_common_epoch() -> None:
             "astra --trial-cpu-s 60 --workers 2",
             "--trial-cpu-s limits trials that train in one process each, but they have 2 workers",
         ),
+        (
+            "astra --trial-cpu-s 60 --set cluster.workers=2",
+            "--trial-cpu-s limits trials that train in one process each, but they have 2 workers",
+        ),
+        ("astra --set cluster.workers=-1", "cluster.workers is -1, expected at least 0"),
+        # The workers of a preset are not those of a trial, so the corpus is missing first.
+        ("astra --trial-cpu-s 60 --config preset:astra/msdocs-links", "C does not exist"),
         ("astra --set optim.lr=-1", "optim.lr is -1.0, expected at least 0"),
         ("--bundle b --keep 2", "--keep is for trainings, but --bundle only searches"),
         ("--bundle b", "unknown inference-time setting 'optim.lr'"),
