@@ -219,7 +219,7 @@ def _show_settings(measured: Sequence[MeasuredSetting], space: Space, metric: st
     has_speeds = any(setting.queries_per_s for setting in measured)
     rows = []
     for setting in measured[:MAX_ROWS]:
-        row = [f"{100 * setting.metrics[name]:.2f}" for name in metrics]
+        row = [f"{100 * setting.score(name):.2f}" for name in metrics]
         if has_speeds:
             row.append(f"{setting.queries_per_s:,.0f}")
         rows.append(row + _cells(setting.values, space))

@@ -49,7 +49,7 @@ from xmcray.training.run import OPTIONAL_SECTIONS
 from xmcray.tuning.proposals import RandomProposals
 from xmcray.tuning.report import write_report
 from xmcray.tuning.space import Space, Values, check_space, nested
-from xmcray.tuning.sweep import Trial, Validation
+from xmcray.tuning.sweep import Trial, Validation, mean_metric
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, spans
 
 # An index may lose this much to the best one. Among those that do not lose more, speed decides.
@@ -114,6 +114,10 @@ class MeasuredSetting:
     metrics: Mapping[str, float]
     queries_per_s: float = 0.0
 
+    def score(self, metric: str) -> float:
+        """The metric, or the mean of metrics joined by "+"."""
+        return mean_metric(self.metrics, metric)
+
     def plain(self) -> dict[str, Any]:
         """Plain values for results.json."""
         return {"values": self.values, "queries_per_s": self.queries_per_s, **self.metrics}
@@ -125,7 +129,7 @@ class BundleSweep:
 
     Attributes:
         space: the settings that were searched.
-        metric: the metric that decides.
+        metric: the metric that decides, or several joined by "+", whose mean decides.
         settings: the measured settings, the best first.
         unchanged: metrics of the bundle with its own settings.
     """
@@ -138,8 +142,8 @@ class BundleSweep:
     @property
     def summary(self) -> str:
         """The best metric and that of the bundle as it is, in words."""
-        best = self.settings[0].metrics[self.metric]
-        before = self.unchanged[self.metric]
+        best = self.settings[0].score(self.metric)
+        before = mean_metric(self.unchanged, self.metric)
         return f"{self.metric} {best:.4f} on validation, {before:.4f} of the bundle as it is"
 
     def plain(self) -> dict[str, Any]:
@@ -162,7 +166,7 @@ class BundleSweep:
         write_text(folder / "best.yaml", f"# {self.summary}.\n{best}")
         trials = []
         for number, setting in enumerate(self.settings):
-            curve = (Validation(epochs=0, score=setting.metrics[self.metric]),)
+            curve = (Validation(epochs=0, score=setting.score(self.metric)),)
             trials.append(Trial(number, setting.values, "finished", curve=curve))
         notes = f"Best: {self.summary}."
         write_report(folder / "report.html", title, self.metric, self.space, trials, notes)
@@ -195,11 +199,7 @@ class _HeldOut:
 
     def measure(self, top: TopLabels) -> Mapping[str, float]:
         """Metrics of answers to all of the queries."""
-        corpus = self.data.corpus
-        positives = corpus.split("train").positives(self.data.validation_rows)
-        metrics = Metrics.of_corpus(corpus)
-        metrics.update(top, corpus.answerable(positives))
-        return metrics.result()
+        return _metrics_of(self.data, top)
 
 
 def family_of(space: Space, where: str) -> str:
@@ -246,7 +246,8 @@ def sweep_bundle(
         space: the settings to search.
         trials: number of settings to compare; equal ones are measured once.
         seed: seed of the sampled values.
-        metric: the metric that decides; among indexes that lose at most 0.001 of it, speed decides.
+        metric: the metric that decides, or several joined by "+", whose mean decides; among indexes
+            that lose at most 0.001 of it, speed decides.
         where: name of the space's file, for error messages.
 
     Raises:
@@ -255,7 +256,7 @@ def sweep_bundle(
         BundleError: the bundle cannot be read.
     """
     family = family_of(space, where)
-    held_out = _open(path, corpus)
+    held_out = _open(path, corpus, metric)
     proposals = RandomProposals(space, seed, functools.partial(_build, family))
     grid: list[Values] = []
     for number in range(trials):
@@ -264,30 +265,28 @@ def sweep_bundle(
             grid.append(values)
     measure_grid = {"memory": _sweep_memory, "fusion": _sweep_fusion, "index": _sweep_index}
     settings = measure_grid[family](held_out, grid)
-    metric_names = list(settings[0].metrics)
-    if metric not in metric_names:
-        raise ConfigError(configs.unknown("metric", metric, metric_names))
     if family == "index":
         settings = _ranked_indexes(settings, metric)
     else:
-        settings.sort(key=lambda setting: setting.metrics[metric], reverse=True)
+        settings.sort(key=lambda setting: setting.score(metric), reverse=True)
     return BundleSweep(space, metric, settings, _unchanged_metrics(held_out))
 
 
 def _ranked_indexes(settings: Sequence[MeasuredSetting], metric: str) -> list[MeasuredSetting]:
     """Settings of indexes: the fastest of those that lose little first, then the others."""
-    best = max(setting.metrics[metric] for setting in settings)
+    best = max(setting.score(metric) for setting in settings)
     lowest = best - TOLERATED_LOSS
     by_speed = sorted(settings, key=lambda setting: setting.queries_per_s, reverse=True)
-    good = [setting for setting in by_speed if setting.metrics[metric] >= lowest]
-    bad = [setting for setting in by_speed if setting.metrics[metric] < lowest]
+    good = [setting for setting in by_speed if setting.score(metric) >= lowest]
+    bad = [setting for setting in by_speed if setting.score(metric) < lowest]
     return good + bad
 
 
-def _open(path: str, corpus: Corpus) -> _HeldOut:
-    """Loads a bundle and the queries that its run held out."""
+def _open(path: str, corpus: Corpus, metric: str) -> _HeldOut:
+    """Loads a bundle and the queries that its run held out, for which there must be the metric."""
     folder, manifest = open_artifact(path, bundles.KIND, contents=False)
     data = held_out_by(path, manifest.about, corpus)
+    _check_metric(metric, data)
     run_settings = manifest.about.get("config", {})
     retriever = Retriever.load(path)
     check_fits(retriever, corpus)
@@ -302,6 +301,25 @@ def _open(path: str, corpus: Corpus) -> _HeldOut:
         excluded=train.filters(data.validation_rows),
         seed=run_settings.get("optim", {}).get("seed", 0),
     )
+
+
+def _metrics_of(data: TrainingData, top: TopLabels) -> Mapping[str, float]:
+    """Metrics of answers to the held-out queries."""
+    corpus = data.corpus
+    positives = corpus.split("train").positives(data.validation_rows)
+    metrics = Metrics.of_corpus(corpus)
+    metrics.update(top, corpus.answerable(positives))
+    return metrics.result()
+
+
+def _check_metric(metric: str, data: TrainingData) -> None:
+    """Raises ConfigError if a metric, or one of several joined by "+", does not exist."""
+    # Which metrics there are depends on the queries alone, so no answers have them too.
+    no_answers = TopLabels.empty(len(data.validation_rows), k=1)
+    known = list(_metrics_of(data, no_answers))
+    for name in metric.split("+"):
+        if name not in known:
+            raise ConfigError(configs.unknown("metric", name, known))
 
 
 def _unchanged_metrics(held_out: _HeldOut) -> Mapping[str, float]:

@@ -363,11 +363,15 @@ class Sweep:
 
 def score_of(record: Mapping[str, Any], metric: str) -> float | None:
     """The metric of a record, or the mean of metrics joined by "+"; None if it is no validation."""
-    names = metric.split("+")
-    if names[0] not in record:
+    if metric.split("+")[0] not in record:
         return None
-    values = [float(record[name]) for name in names]
-    return sum(values) / len(values)
+    return mean_metric(record, metric)
+
+
+def mean_metric(values: Mapping[str, Any], metric: str) -> float:
+    """The metric of these values, or the mean of metrics joined by "+"."""
+    names = metric.split("+")
+    return sum(float(values[name]) for name in names) / len(names)
 
 
 def _identity(config: SweepConfig) -> dict[str, Any]:

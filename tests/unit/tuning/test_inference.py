@@ -166,8 +166,9 @@ def test_what_cannot_be_swept(corpus: Corpus, memory: str, tmp_path: Path) -> No
         sweep_bundle(
             memory, corpus, parse_space({"index.nprobe": {"int": [1, 2]}}, "f"), 3, 0, "P@1"
         )
+    # A metric is refused before the millions of settings would be measured.
     with pytest.raises(ConfigError, match="unknown metric 'P@2'"):
-        sweep_bundle(memory, corpus, weight, 3, 0, "P@2")
+        sweep_bundle(memory, corpus, weight, 10**7, 0, "P@1+P@2")
     with pytest.raises(ConfigError, match="settings of fusion and memory, expected one of them"):
         sweep_bundle(memory, corpus, {**weight, **parse_space(fusion, "f")}, 3, 0, "P@1")
     with pytest.raises(ConfigError, match=r"f: memory\.weight is 2\.0, expected at least 0"):
@@ -207,6 +208,20 @@ def test_the_command(corpus: Corpus, memory: str, tmp_path: Path, shell: Shell) 
     (out / "bundle-sweep.json").unlink()
     message = shell.error(f"{command} --trials 8")
     assert "and no sweep of a bundle; choose another --out" in message
+
+
+def test_the_mean_of_metrics_decides(
+    corpus: Corpus, memory: str, tmp_path: Path, shell: Shell
+) -> None:
+    space = tmp_path / "space.yaml"
+    space.write_text("memory.weight: {choice: [0, 0.5, 1]}\n")
+    out = tmp_path / "out"
+    command = f"tune --bundle {memory} --data {corpus.path} --space {space} --out {out}"
+    printed = shell.run(f"{command} --metric P@1+R@10")
+    settings = json.loads((out / "results.json").read_text())["settings"]
+    means = [(setting["P@1"] + setting["R@10"]) / 2 for setting in settings]
+    assert means == sorted(means, reverse=True)
+    assert f"P@1+R@10 {means[0]:.4f} on validation" in printed
 
 
 def test_the_best_index_is_exported(corpus: Corpus, tmp_path: Path, shell: Shell) -> None:
