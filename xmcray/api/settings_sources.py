@@ -26,10 +26,8 @@ def merged(config: Settings) -> dict[str, Any]:
     Raises:
         ConfigError: a file cannot be read, or a name goes through a value.
     """
-    is_single = isinstance(config, str | os.PathLike | Mapping)
-    sources: Any = [config] if is_single else config
     values: dict[str, Any] = {}
-    for source in sources:
+    for source in _sources(config):
         if not isinstance(source, Mapping):
             values = configs.overlay(values, configs.load_yaml(os.fspath(source)))
             continue
@@ -39,3 +37,19 @@ def merged(config: Settings) -> dict[str, Any]:
             configs.put(setting, str(name), value)
             values = configs.overlay(values, setting)
     return values
+
+
+def merged_without_presets(config: Settings) -> dict[str, Any]:
+    """The same of the user's own sources: of all but presets."""
+    return merged([source for source in _sources(config) if not _is_preset(source)])
+
+
+def _is_preset(source: Location | Mapping[str, Any]) -> bool:
+    return not isinstance(source, Mapping) and os.fspath(source).startswith("preset:")
+
+
+def _sources(config: Settings) -> Sequence[Location | Mapping[str, Any]]:
+    """Sources of settings as a list, also if there is only one."""
+    if isinstance(config, str | os.PathLike | Mapping):
+        return [config]
+    return config

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from xmcray import config as configs
-from xmcray.api.settings_sources import Location, Settings, merged
+from xmcray.api.settings_sources import Location, Settings, merged, merged_without_presets
 from xmcray.errors import ConfigError
 from xmcray.methods.registry import check_method_name
 from xmcray.paths import bundle_at
@@ -57,7 +57,7 @@ def tune(
     metric: str = METRIC,
     first: Sequence[Location] = (),
     trial_cpu_s: float | None = None,
-    workers: int = 0,
+    workers: int | None = None,
     seed: int = 0,
     keep: int = DEFAULT_KEEP,
     progress: bool = True,
@@ -77,7 +77,8 @@ def tune(
         first: configurations whose values the first trials have, as near as the space allows.
         trial_cpu_s: seconds of CPU time after which a trial is stopped; no limit if not given. Only
             for trials without workers.
-        workers: processes of each trial; 0 is its own.
+        workers: processes of each trial; 0 is its own. That of `cluster.workers` if not given, and 0
+            if only a preset has it.
         seed: of the sampled values.
         keep: best trials whose checkpoints stay.
         progress: print a line on stderr when a trial ends.
@@ -99,7 +100,14 @@ def tune(
     from xmcray.training.run import RunConfig
     from xmcray.tuning.sweep import SweepConfig
 
-    values = configs.overlay(merged(config), {"cluster": {"workers": workers}})
+    values = merged(config)
+    # The number that a preset has is for one training, and trials share the machine.
+    own_cluster = merged_without_presets(config).get("cluster")
+    has_workers = isinstance(own_cluster, Mapping) and "workers" in own_cluster
+    if workers is None and not has_workers:
+        workers = 0
+    if workers is not None:
+        values = configs.overlay(values, {"cluster": {"workers": workers}})
     settings = RunConfig.resolve(method, values)
     space_file = _without_missing_models(space_file, space_name)
     # The checks need a definition, and the corpus is opened only when they have passed.
@@ -275,7 +283,7 @@ def tune_bundle(
     metric: str = METRIC,
     seed: int = 0,
 ) -> BundleSweep:
-    """Searches with many settings of a bundle, and trains nothing.
+    """Searches with many settings of a bundle, and trains nothing; the same call repeats it.
 
     Args:
         bundle: bundle or finished run, whose run held queries out.
@@ -290,7 +298,7 @@ def tune_bundle(
         The settings with their metrics, the best first; `out` has the report.
     Raises:
         ConfigError: the space is not valid, or is not for this bundle.
-        RunError: `out` is in use, or holds something else.
+        RunError: `out` is in use, or holds something else, such as another sweep.
     """
     configs.check_range("trials", trials, low=1)
     configs.check_range("seed", seed, low=0)
@@ -298,17 +306,32 @@ def tune_bundle(
     from xmcray.tuning.space import parse_space
 
     space_name = os.fspath(space)
-    parsed = parse_space(configs.load_yaml(space_name), space_name)
+    space_file = configs.load_yaml(space_name)
+    parsed = parse_space(space_file, space_name)
     family_of(parsed, space_name)
     from xmcray.data.corpus import Corpus
+    from xmcray.retrieval import bundle as bundles
+    from xmcray.storage.artifact import open_artifact
     from xmcray.storage.work_folder import locked
-    from xmcray.tuning.inference import BUNDLE_SWEEP_FOLDER, sweep_bundle
+    from xmcray.tuning.inference import BUNDLE_SWEEP_FOLDER, BundleSweepConfig, sweep_bundle
 
     corpus = Corpus.open(os.fspath(data))
     folder = Path(out).absolute()
     path = bundle_at(os.fspath(bundle), os.fspath(data))
+    _, manifest = open_artifact(path, bundles.KIND, contents=False)
+    definition = BundleSweepConfig(
+        bundle_sha256=manifest.sha256,
+        corpus_sha256=corpus.sha256,
+        space=space_file,
+        trials=trials,
+        metric=metric,
+        seed=seed,
+    )
     with locked(folder, BUNDLE_SWEEP_FOLDER):
+        definition.check_folder(folder)
         sweep = sweep_bundle(path, corpus, parsed, trials, seed, metric, space_name)
+        # Before the results, so that no folder has results without it.
+        definition.write(folder)
         sweep.write(folder, f"Settings of {Path(bundle).name} on {corpus.card.name}")
     return sweep
 

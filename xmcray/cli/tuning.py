@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from xmcray import api
 from xmcray.api.sweeps import DEFAULT_DRAWS, DEFAULT_KEEP, DEFAULT_TRIALS, METRIC
-from xmcray.cli.arguments import add_config, add_corpus, add_json, given, merged_settings
+from xmcray.cli.arguments import add_config, add_corpus, add_json, given
 from xmcray.cli.output import show, show_json, show_next, show_table
+from xmcray.config import merge
 from xmcray.errors import ConfigError
 from xmcray.methods.registry import check_method_name, method_names
 from xmcray.paths import kind_of
@@ -45,7 +46,7 @@ def tune_options(verb: argparse.ArgumentParser) -> None:
         "--out",
         required=True,
         metavar="DIR",
-        help="folder of the sweep; the same command continues it",
+        help="folder of the sweep; the same command continues it, or with --bundle repeats it",
     )
     verb.add_argument(
         "--bundle",
@@ -93,7 +94,7 @@ def _add_search_options(verb: argparse.ArgumentParser) -> None:
         "--workers",
         type=int,
         metavar="N",
-        help="processes of each trial; 0, the default, is its own",
+        help="processes of each trial, in place of cluster.workers; 0, the default, is its own",
     )
     verb.add_argument(
         "--seed",
@@ -126,11 +127,13 @@ def tune(options: argparse.Namespace) -> None:
 def _tune_training(options: argparse.Namespace) -> None:
     """A sweep of trainings."""
     check_method_name(options.method)
+    # Sources one by one, because a preset's number of workers is not one that the user gave.
+    sources = [*(options.config or ()), merge({}, options.set or ())]
     sweep = api.tune(
         options.method,
         options.data,
         options.out,
-        merged_settings(options),
+        sources,
         first=options.first or (),
         metric=options.metric,
         seed=options.seed,
@@ -216,7 +219,7 @@ def _show_settings(measured: Sequence[MeasuredSetting], space: Space, metric: st
     has_speeds = any(setting.queries_per_s for setting in measured)
     rows = []
     for setting in measured[:MAX_ROWS]:
-        row = [f"{100 * setting.metrics[name]:.2f}" for name in metrics]
+        row = [f"{100 * setting.score(name):.2f}" for name in metrics]
         if has_speeds:
             row.append(f"{setting.queries_per_s:,.0f}")
         rows.append(row + _cells(setting.values, space))

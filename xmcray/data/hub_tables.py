@@ -9,15 +9,17 @@ no code of a data set: since release 4 it refuses data sets that need code.
 from __future__ import annotations
 
 import contextlib
+import csv
 import itertools
 import logging
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,8 +34,15 @@ logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "test", "labels")
 _BATCH_ROWS = 16_384
-# In CSV, only a blank cell is empty. The default also drops texts and labels such as "NA" and "None".
-_CSV_OPTIONS = {"keep_default_na": False, "na_values": [""]}
+_CSV_OPTIONS = {
+    # Only a blank cell is empty. The default also drops texts and labels such as "NA" and "None".
+    "keep_default_na": False,
+    "na_values": [""],
+    # By default, if the first row has one field more than the header, all cells move by one column.
+    "index_col": False,
+}
+# How pandas warns of rows with more fields than the header, whose last fields it leaves out.
+_LONG_ROWS = "Length of header or names"
 # Files that describe a data set, with any suffix.
 _ABOUT_DATA = ("LICENCE", "LICENSE", "README", "dataset_infos")
 _QUERY_FIELDS = {"uid": pa.string(), "text": pa.string(), "labels": pa.list_(pa.string())}
@@ -161,7 +170,7 @@ class HubTables:
                 csv_options = {**options, **self._csv_options()}
                 builder = load_dataset_builder(path, configuration, **csv_options)
             try:
-                builder.download_and_prepare()
+                _download(builder, cache)
             except DatasetGenerationError as error:
                 # The message of the error does not say what is wrong. That of its cause does.
                 raise error.__cause__ or error from None
@@ -358,6 +367,61 @@ def _progress_bars(progress: bool) -> Iterator[None]:
         yield
     finally:
         datasets.enable_progress_bars()
+
+
+def _download(builder: Any, cache: str) -> None:
+    """Reads the files of a builder of `datasets`.
+
+    Args:
+        builder: of a configuration.
+        cache: folder for extracted copies of local files.
+    Raises:
+        DataError: a row of a CSV file has more fields than the header.
+    """
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        # As an error, so that the library does not keep a table without the last fields of its rows.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=_LONG_ROWS)
+            builder.download_and_prepare()
+    except DatasetGenerationError as error:
+        if not str(error.__cause__).startswith(_LONG_ROWS):
+            raise
+        _refuse_long_rows(builder.config, cache)
+        # Only blank fields are too many, as of a row that ends with commas.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=_LONG_ROWS)
+            builder.download_and_prepare()
+
+
+def _refuse_long_rows(csv_config: Any, cache: str) -> None:
+    """Raises DataError if a row of a CSV file has fields beyond the header that are not blank."""
+    from datasets import DownloadConfig, DownloadManager
+
+    manager = DownloadManager(download_config=DownloadConfig(cache_dir=cache))
+    # The default limit is 131,072 characters in a field, and texts may be longer.
+    csv.field_size_limit(sys.maxsize)
+    for file in itertools.chain(*csv_config.data_files.values()):
+        # An archive is a folder of files.
+        for path in manager.iter_files(manager.download_and_extract(file)):
+            encoding = csv_config.encoding or "utf-8-sig"
+            with Path(path).open(encoding=encoding, newline="") as stream:
+                _refuse_long_rows_of(stream, csv_config, str(file))
+
+
+def _refuse_long_rows_of(stream: TextIO, csv_config: Any, name: str) -> None:
+    """The same for one file, whose name is for the message."""
+    reader = csv.reader(stream, delimiter=csv_config.sep, quotechar=csv_config.quotechar)
+    # The header is the first line that is not empty.
+    header = csv_config.names or next(filter(None, reader), [])
+    for row in reader:
+        if any(field.strip() for field in row[len(header) :]):
+            raise DataError(
+                f"{name}, line {reader.line_num}: the row has {len(row)} fields, expected"
+                f" {len(header)} as in the header; quote fields that hold {csv_config.sep!r}, or name"
+                " each column"
+            )
 
 
 def _item(feature: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import yaml
 from xmcray import config as configs
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
-from xmcray.errors import ConfigError
+from xmcray.errors import ConfigError, RunError, readable
 from xmcray.evaluation.evaluate import SEARCH_K
 from xmcray.evaluation.metrics import Metrics
 from xmcray.nn.heads import TwoHeads, load_head
@@ -39,7 +40,7 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import SearchScope
 from xmcray.retrieval.votes import VOTE_QUERIES, MemoryConfig, sweep
 from xmcray.storage.artifact import open_artifact
-from xmcray.storage.whole_files import write_json, write_text
+from xmcray.storage.whole_files import read_json, write_json, write_text
 from xmcray.storage.work_folder import FolderKind
 from xmcray.training.export import index_spec, sample_rows
 from xmcray.training.held_out import held_out_by
@@ -48,18 +49,55 @@ from xmcray.training.run import OPTIONAL_SECTIONS
 from xmcray.tuning.proposals import RandomProposals
 from xmcray.tuning.report import write_report
 from xmcray.tuning.space import Space, Values, check_space, nested
-from xmcray.tuning.sweep import Trial, Validation
+from xmcray.tuning.sweep import Trial, Validation, mean_metric
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, spans
 
 # An index may lose this much to the best one. Among those that do not lose more, speed decides.
 TOLERATED_LOSS = 0.001
 
-# Such a sweep starts anew each time, so it may replace only its own files.
-BUNDLE_SWEEP_FOLDER = FolderKind(
-    "sweep of a bundle", None, ("results.json", "report.html", "best.yaml")
-)
+# Such a sweep starts anew each time. Its definition tells whether a folder's results are its own.
+_DEFINITION = "bundle-sweep.json"
+BUNDLE_SWEEP_FOLDER = FolderKind("sweep of a bundle", _DEFINITION)
 
 FAMILIES: Mapping[str, type[Any]] = {**OPTIONAL_SECTIONS, "index": IndexSpec}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleSweepConfig:
+    """The definition of a sweep; two sweeps with equal definitions have equal results.
+
+    Attributes:
+        bundle_sha256: names the bundle's content.
+        corpus_sha256: the same of the corpus.
+        space: content of the space's file.
+        trials: number of sampled settings.
+        metric: the metric that decides.
+        seed: seed of the sampled values.
+    """
+
+    bundle_sha256: str
+    corpus_sha256: str
+    space: Mapping[str, Any]
+    trials: int
+    metric: str
+    seed: int
+
+    def check_folder(self, folder: Path) -> None:
+        """Raises RunError if a folder holds a sweep with another definition."""
+        path = folder / _DEFINITION
+        if not path.is_file():
+            return
+        remedy = "use the same settings or another --out"
+        with readable(f"{path} is damaged", remedy, RunError):
+            before = dict(read_json(path))
+        now = json.loads(json.dumps(dataclasses.asdict(self)))
+        difference = next(configs.differences(before, now), None)
+        if difference:
+            raise RunError(f"{folder} holds a sweep of a bundle with {difference}; {remedy}")
+
+    def write(self, folder: Path) -> None:
+        """Makes a folder that of this sweep."""
+        write_json(folder / _DEFINITION, dataclasses.asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +114,10 @@ class MeasuredSetting:
     metrics: Mapping[str, float]
     queries_per_s: float = 0.0
 
+    def score(self, metric: str) -> float:
+        """The metric, or the mean of metrics joined by "+"."""
+        return mean_metric(self.metrics, metric)
+
     def plain(self) -> dict[str, Any]:
         """Plain values for results.json."""
         return {"values": self.values, "queries_per_s": self.queries_per_s, **self.metrics}
@@ -87,7 +129,7 @@ class BundleSweep:
 
     Attributes:
         space: the settings that were searched.
-        metric: the metric that decides.
+        metric: the metric that decides, or several joined by "+", whose mean decides.
         settings: the measured settings, the best first.
         unchanged: metrics of the bundle with its own settings.
     """
@@ -100,8 +142,8 @@ class BundleSweep:
     @property
     def summary(self) -> str:
         """The best metric and that of the bundle as it is, in words."""
-        best = self.settings[0].metrics[self.metric]
-        before = self.unchanged[self.metric]
+        best = self.settings[0].score(self.metric)
+        before = mean_metric(self.unchanged, self.metric)
         return f"{self.metric} {best:.4f} on validation, {before:.4f} of the bundle as it is"
 
     def plain(self) -> dict[str, Any]:
@@ -124,7 +166,7 @@ class BundleSweep:
         write_text(folder / "best.yaml", f"# {self.summary}.\n{best}")
         trials = []
         for number, setting in enumerate(self.settings):
-            curve = (Validation(epochs=0, score=setting.metrics[self.metric]),)
+            curve = (Validation(epochs=0, score=setting.score(self.metric)),)
             trials.append(Trial(number, setting.values, "finished", curve=curve))
         notes = f"Best: {self.summary}."
         write_report(folder / "report.html", title, self.metric, self.space, trials, notes)
@@ -157,11 +199,7 @@ class _HeldOut:
 
     def measure(self, top: TopLabels) -> Mapping[str, float]:
         """Metrics of answers to all of the queries."""
-        corpus = self.data.corpus
-        positives = corpus.split("train").positives(self.data.validation_rows)
-        metrics = Metrics.of_corpus(corpus)
-        metrics.update(top, corpus.answerable(positives))
-        return metrics.result()
+        return _metrics_of(self.data, top)
 
 
 def family_of(space: Space, where: str) -> str:
@@ -208,7 +246,8 @@ def sweep_bundle(
         space: the settings to search.
         trials: number of settings to compare; equal ones are measured once.
         seed: seed of the sampled values.
-        metric: the metric that decides; among indexes that lose at most 0.001 of it, speed decides.
+        metric: the metric that decides, or several joined by "+", whose mean decides; among indexes
+            that lose at most 0.001 of it, speed decides.
         where: name of the space's file, for error messages.
 
     Raises:
@@ -217,7 +256,7 @@ def sweep_bundle(
         BundleError: the bundle cannot be read.
     """
     family = family_of(space, where)
-    held_out = _open(path, corpus)
+    held_out = _open(path, corpus, metric)
     proposals = RandomProposals(space, seed, functools.partial(_build, family))
     grid: list[Values] = []
     for number in range(trials):
@@ -226,30 +265,28 @@ def sweep_bundle(
             grid.append(values)
     measure_grid = {"memory": _sweep_memory, "fusion": _sweep_fusion, "index": _sweep_index}
     settings = measure_grid[family](held_out, grid)
-    metric_names = list(settings[0].metrics)
-    if metric not in metric_names:
-        raise ConfigError(configs.unknown("metric", metric, metric_names))
     if family == "index":
         settings = _ranked_indexes(settings, metric)
     else:
-        settings.sort(key=lambda setting: setting.metrics[metric], reverse=True)
+        settings.sort(key=lambda setting: setting.score(metric), reverse=True)
     return BundleSweep(space, metric, settings, _unchanged_metrics(held_out))
 
 
 def _ranked_indexes(settings: Sequence[MeasuredSetting], metric: str) -> list[MeasuredSetting]:
     """Settings of indexes: the fastest of those that lose little first, then the others."""
-    best = max(setting.metrics[metric] for setting in settings)
+    best = max(setting.score(metric) for setting in settings)
     lowest = best - TOLERATED_LOSS
     by_speed = sorted(settings, key=lambda setting: setting.queries_per_s, reverse=True)
-    good = [setting for setting in by_speed if setting.metrics[metric] >= lowest]
-    bad = [setting for setting in by_speed if setting.metrics[metric] < lowest]
+    good = [setting for setting in by_speed if setting.score(metric) >= lowest]
+    bad = [setting for setting in by_speed if setting.score(metric) < lowest]
     return good + bad
 
 
-def _open(path: str, corpus: Corpus) -> _HeldOut:
-    """Loads a bundle and the queries that its run held out."""
+def _open(path: str, corpus: Corpus, metric: str) -> _HeldOut:
+    """Loads a bundle and the queries that its run held out, for which there must be the metric."""
     folder, manifest = open_artifact(path, bundles.KIND, contents=False)
     data = held_out_by(path, manifest.about, corpus)
+    _check_metric(metric, data)
     run_settings = manifest.about.get("config", {})
     retriever = Retriever.load(path)
     check_fits(retriever, corpus)
@@ -264,6 +301,25 @@ def _open(path: str, corpus: Corpus) -> _HeldOut:
         excluded=train.filters(data.validation_rows),
         seed=run_settings.get("optim", {}).get("seed", 0),
     )
+
+
+def _metrics_of(data: TrainingData, top: TopLabels) -> Mapping[str, float]:
+    """Metrics of answers to the held-out queries."""
+    corpus = data.corpus
+    positives = corpus.split("train").positives(data.validation_rows)
+    metrics = Metrics.of_corpus(corpus)
+    metrics.update(top, corpus.answerable(positives))
+    return metrics.result()
+
+
+def _check_metric(metric: str, data: TrainingData) -> None:
+    """Raises ConfigError if a metric, or one of several joined by "+", does not exist."""
+    # Which metrics there are depends on the queries alone, so no answers have them too.
+    no_answers = TopLabels.empty(len(data.validation_rows), k=1)
+    known = list(_metrics_of(data, no_answers))
+    for name in metric.split("+"):
+        if name not in known:
+            raise ConfigError(configs.unknown("metric", name, known))
 
 
 def _unchanged_metrics(held_out: _HeldOut) -> Mapping[str, float]:

@@ -324,6 +324,14 @@ def test_words_of_csv_that_look_like_no_value_are_kept(tmp_path: Path) -> None:
     assert queries(raw) == [("0", "None", ["NA"]), ("1", "windhoek", []), ("2", "nan", ["null"])]
 
 
+@pytest.mark.parametrize("commas", ["", ",", ",,"])
+def test_rows_of_csv_may_end_with_commas(tmp_path: Path, commas: str) -> None:
+    source = tmp_path / "set"
+    source.mkdir()
+    (source / "train.csv").write_text(f"text,labels\na,b{commas}\nx,y{commas}\n")
+    assert queries(raw_files(source, tmp_path / "raw")) == [("0", "a", ["b"]), ("1", "x", ["y"])]
+
+
 def test_uids_of_csv_stay_texts(tmp_path: Path) -> None:
     source = tmp_path / "set"
     source.mkdir()
@@ -349,6 +357,8 @@ def test_uids_of_csv_stay_texts(tmp_path: Path) -> None:
     [
         (b"", "EmptyDataError: No columns to parse from file"),
         (b"text,labels\na,b\nx,y,z\n", "Expected 2 fields in line 3, saw 3"),
+        (b"text,labels\na, b,c\nx,y\n", r"train\.csv, line 2: the row has 3 fields, expected 2"),
+        (b"text,labels\na,b,,\nx,y,,z\n", r"train\.csv, line 3: the row has 4 fields, expected 2"),
         (b"text,labels\n\xe9,a\n", "can't decode byte 0xe9"),
         (
             b"text,labels\nq,\"['a', 'b']\"\nr,[]\n",

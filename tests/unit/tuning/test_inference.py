@@ -200,8 +200,36 @@ def test_the_command(corpus: Corpus, memory: str, tmp_path: Path, shell: Shell) 
     assert "Parallel coordinates" in (out / "report.html").read_text()
     again = json.loads(shell.run(f"{command} --trials 8 --json"))
     assert again == results, "the same samples, the same numbers"
-    (out / "thesis.tex").touch()
-    assert "holds thesis.tex and no sweep of a bundle" in shell.error(command)
+    message = shell.error(f"{command} --trials 9")
+    assert "holds a sweep of a bundle with trials = 8, now 9; use the same settings" in message
+    assert json.loads((out / "results.json").read_text()) == results
+    # The results of anything else are not replaced.
+    (out / "bundle-sweep.json").unlink()
+    message = shell.error(f"{command} --trials 8")
+    assert "and no sweep of a bundle; choose another --out" in message
+
+
+def test_a_metric_is_checked_before_anything_is_measured(
+    corpus: Corpus, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Retriever, "encode", lambda *_: pytest.fail("it measured"))
+    weight = parse_space({"memory.weight": {"uniform": [0, 1]}}, "f")
+    with pytest.raises(ConfigError, match="unknown metric 'P@2'"):
+        sweep_bundle(memory, corpus, weight, 3, 0, "P@1+P@2")
+
+
+def test_the_mean_of_metrics_decides(
+    corpus: Corpus, memory: str, tmp_path: Path, shell: Shell
+) -> None:
+    space = tmp_path / "space.yaml"
+    space.write_text("memory.weight: {choice: [0, 0.5, 1]}\n")
+    out = tmp_path / "out"
+    command = f"tune --bundle {memory} --data {corpus.path} --space {space} --out {out}"
+    printed = shell.run(f"{command} --metric P@1+R@10")
+    settings = json.loads((out / "results.json").read_text())["settings"]
+    means = [(setting["P@1"] + setting["R@10"]) / 2 for setting in settings]
+    assert means == sorted(means, reverse=True)
+    assert f"P@1+R@10 {means[0]:.4f} on validation" in printed
 
 
 def test_the_best_index_is_exported(corpus: Corpus, tmp_path: Path, shell: Shell) -> None:

@@ -98,6 +98,7 @@ def test_a_restart_reads_what_was_written(tmp_path: Path) -> None:
         again.end(0, "finished")
     for changed, message in (
         (config("optim.epochs=3"), "settings.optim.epochs = 9, now 3"),
+        (config("log.validate_every=3"), "settings.log.validate_every = 1, now 3"),
         (config(space={"optim.lr": {"uniform": [0, 1]}}), "space.method.init = .*, now None"),
         (config(seed=1), "seed = 0, now 1"),
         (config(corpus_sha256="d"), "corpus_sha256 = c, now d"),
@@ -319,6 +320,13 @@ def test_importance_is_that_of_the_last_common_epoch() -> None:
             "astra --trial-cpu-s 60 --workers 2",
             "--trial-cpu-s limits trials that train in one process each, but they have 2 workers",
         ),
+        (
+            "astra --trial-cpu-s 60 --set cluster.workers=2",
+            "--trial-cpu-s limits trials that train in one process each, but they have 2 workers",
+        ),
+        ("astra --set cluster.workers=-1", "cluster.workers is -1, expected at least 0"),
+        # The workers of a preset are not those of a trial, so the corpus is missing first.
+        ("astra --trial-cpu-s 60 --config preset:astra/msdocs-links", "C does not exist"),
         ("astra --set optim.lr=-1", "optim.lr is -1.0, expected at least 0"),
         ("--bundle b --keep 2", "--keep is for trainings, but --bundle only searches"),
         ("--bundle b", "unknown inference-time setting 'optim.lr'"),
