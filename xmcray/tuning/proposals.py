@@ -167,7 +167,7 @@ class OptunaProposals(Proposals):
         """A value as Optuna stores it."""
         distribution = self.space[name]
         if isinstance(distribution, Choice):
-            return distribution.values.index(value)
+            return distribution.position(value)
         return value
 
     def _decoded(self, name: str, value: Any) -> Any:

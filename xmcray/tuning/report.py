@@ -163,7 +163,7 @@ def _explained_variance(
     """Adjusted R squared of a least-squares fit of the scores to one setting."""
     if isinstance(distribution, Choice):
         # One column for each value that occurs: the fit is the mean of the scores with that value.
-        number_N = np.array([distribution.values.index(value) for value in values])
+        number_N = np.array([distribution.position(value) for value in values])
         design_NP = (number_N[:, None] == np.unique(number_N)).astype(float)
     else:
         place_N = np.array([distribution.place(value) for value in values])

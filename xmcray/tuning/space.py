@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,11 +84,18 @@ class NumberRange:
         return round(value, 12)  # 0.7, not 0.7000000000000001
 
     def nearest(self, value: Value) -> Value:
-        """The value of the range that is nearest to a number."""
-        bounded = min(max(float(value), self.low), self.high)
+        """The value of the range that is nearest to a number.
+
+        Raises:
+            ConfigError: it is no number.
+        """
+        number = _as_number(value)
+        if not _is_number(number):
+            raise ConfigError(f"{value!r}, expected a number from {self.low:g} to {self.high:g}")
+        bounded = min(max(float(number), self.low), self.high)
         if self.step:
-            number = round((bounded - self.low) / self.step)
-            return self.on_grid(min(number, self.num_steps))
+            step = round((bounded - self.low) / self.step)
+            return self.on_grid(min(step, self.num_steps))
         return round(bounded) if self.whole else bounded
 
     def values_to_check(self) -> Sequence[Value]:
@@ -140,7 +148,12 @@ class Choice:
         """Where a value lies in the list, 0 to 1."""
         if len(self.values) == 1:
             return 0.5
-        return self.values.index(value) / (len(self.values) - 1)
+        return self.position(value) / (len(self.values) - 1)
+
+    def position(self, value: Value) -> int:
+        """The position of a value in the list."""
+        # Ledgers of older releases hold numbers such as 1e-3 as texts.
+        return self.values.index(_as_number(value))
 
 
 Distribution = NumberRange | Choice
@@ -239,7 +252,8 @@ def nearest_values(space: Space, settings: Mapping[str, Any], where: str) -> Val
         try:
             values[name] = distribution.nearest(value)
         except ConfigError as error:
-            raise ConfigError(f"{where}: {name} is {error}; add it to the space") from None
+            remedy = "add it to the space, or name another configuration"
+            raise ConfigError(f"{where}: {name} is {error}; {remedy}") from None
     return values
 
 
@@ -253,6 +267,16 @@ def nested(values: Values) -> dict[str, Any]:
 
 def _is_number(value: Value) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _as_number(value: Value) -> Value:
+    """The number that a text such as "1e-3" is; other values as they are.
+
+    YAML 1.1 reads numbers without a point, such as 1e-3, as texts.
+    """
+    if not isinstance(value, str) or not re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return value
+    return float(value)
 
 
 def _parse(body: Any, where: str) -> Distribution:
@@ -272,7 +296,7 @@ def _parse(body: Any, where: str) -> Distribution:
     values = body[kind]
     if not isinstance(values, list) or not values or "step" in body:
         raise ConfigError(f"{where}: choice is {values!r}, expected a list of values, and no step")
-    return Choice(values=tuple(values))
+    return Choice(values=tuple(map(_as_number, values)))
 
 
 def _parse_range(kind: str, bounds: Any, step: Any, where: str) -> NumberRange:

@@ -186,6 +186,31 @@ def test_a_configuration_moves_to_the_nearest_values_of_a_space() -> None:
         nearest_values(space, {"method": {"loss": "bce"}}, "f")
 
 
+@pytest.mark.parametrize("value", [None, "auto", [1], True])
+def test_only_a_number_has_a_nearest_one_in_a_range(value: object) -> None:
+    space = parse_space({"encoder.dim": {"int": [8, 16]}}, "f")
+    message = "^g: encoder.dim is .*, expected a number from 8 to 16; add it to the space"
+    with pytest.raises(ConfigError, match=message):
+        nearest_values(space, {"encoder": {"dim": value}}, "g")
+
+
+def test_choices_that_yaml_reads_as_texts_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "space.yaml"
+    path.write_text(
+        "optim.lr: {choice: [1e-3, 1E-2, 2.5e1, 0.1]}\nmethod.x: {choice: [e5, 8-bit]}\n"
+    )
+    space = parse_space(config.load_yaml(str(path)), "f")
+    rates = space["optim.lr"]
+    assert list(rates.values_to_check()) == [0.001, 0.01, 25.0, 0.1]
+    assert list(space["method.x"].values_to_check()) == ["e5", "8-bit"]
+    assert (
+        nearest_values(space, {"optim": {"lr": 0.02}, "method": {"x": "e5"}}, "f")["optim.lr"]
+        == 0.01
+    )
+    # Ledgers of sweeps of older releases hold the texts.
+    assert rates.place("1e-3") == rates.place(0.001) == 0
+
+
 def test_dotted_names_become_sections() -> None:
     assert nested({"a.b.c": 1, "a.d": 2, "e": 3}) == {"a": {"b": {"c": 1}, "d": 2}, "e": 3}
 
