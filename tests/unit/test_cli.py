@@ -174,9 +174,17 @@ def test_evaluate_measures_run_bundle_and_predictions_alike(
     table = shell.run(
         f"evaluate {folder}/run {data} --compare {tmp_path}/p.npz --json {tmp_path}/m.json"
     )
-    assert json.loads((tmp_path / "m.json").read_text()) == json.loads(of_run)
+    written = json.loads((tmp_path / "m.json").read_text())
+    (comparison,) = written.pop("comparisons")
+    assert written == json.loads(of_run)
+    assert comparison["other"] == f"{tmp_path}/p.npz"
+    assert comparison["metrics"][0]["metric"] == "P@1"
+    assert comparison["metrics"][0]["difference"] == 0
     assert "Paired comparison" in table
     assert "p.npz" in table
+    # Stored answers are compared with as they are.
+    again = shell.run(f"evaluate {folder}/run {data} --exact --compare {tmp_path}/p.npz --json")
+    assert json.loads(again)["comparisons"] == [comparison]
 
 
 def test_the_bundle_of_a_run_is_served(folder: Path, tmp_path: Path) -> None:
@@ -543,8 +551,9 @@ def test_predictions_of_other_queries(folder: Path, shell: Shell, tmp_path: Path
     assert "is 3 x 3, expected 20 queries x 23 labels" in shell.error(
         f"evaluate {tmp_path}/p.npz {data}"
     )
-    both = shell.error(f"evaluate {tmp_path}/p.npz {data} --predictions {tmp_path}/q.npz")
-    assert "already holds the answers" in both
+    for option in (f"--predictions {tmp_path}/q.npz", "--exact", "--rerank reranker"):
+        mistake = shell.error(f"evaluate {tmp_path}/p.npz {data} {option}")
+        assert "already holds the answers; name a run or a bundle" in mistake
 
 
 def test_evaluate_refuses_a_file_it_cannot_write_before_it_measures(

@@ -147,14 +147,18 @@ def evaluate(
     Returns:
         The metrics; `xmcray.evaluation.evaluate.compare` tests two of them, `compare_several` more.
     Raises:
-        ConfigError: `predictions` of predictions.
+        ConfigError: `predictions`, `exact` or `rerank` of predictions.
         DataError: the answers and the corpus do not belong together.
         RunError: there is neither a run nor a bundle, or the run is not finished.
     """
     origin = os.fspath(path)
     kind = kind_of(origin)
+    if kind == "predictions":
+        _check_stored_answers(origin, predictions=predictions, exact=exact, rerank=rerank)
     if predictions is not None:
-        _check_answers_file(predictions, origin, kind)
+        from xmcray.storage.path_errors import check_file
+
+        check_file(predictions)
     from xmcray.data.corpus import Corpus
     from xmcray.progress import counting
     from xmcray.training import outcome
@@ -184,15 +188,11 @@ def evaluate(
     return evaluation
 
 
-def _check_answers_file(predictions: str, origin: str, kind: str) -> None:
-    """Refuses a file for answers that cannot be written, before anything is measured."""
-    from xmcray.storage.path_errors import check_file
-
-    if kind == "predictions":
-        raise ConfigError(
-            f"predictions: {origin} already holds the answers; name a run or a bundle"
-        )
-    check_file(predictions)
+def _check_stored_answers(origin: str, **options: object) -> None:
+    """Raises ConfigError for options that need a bundle and are given with stored answers."""
+    for name, value in options.items():
+        if value:
+            raise ConfigError(f"{name}: {origin} already holds the answers; name a run or a bundle")
 
 
 def _query_attributes(path: Location) -> Mapping[str, Mapping[str, Any]]:

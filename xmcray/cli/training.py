@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -27,7 +28,7 @@ from xmcray.storage.whole_files import write_json
 
 if TYPE_CHECKING:
     from xmcray.data.corpus import Corpus
-    from xmcray.evaluation.evaluate import Evaluation
+    from xmcray.evaluation.evaluate import ComparisonRow, Evaluation
 
 # Settings of `prepare` that have an option of their own.
 PREPARE_OPTIONS = tuple(api.PrepareOptions.__annotations__)
@@ -155,8 +156,6 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def _show_corpus(options: argparse.Namespace, corpus: Corpus) -> None:
-    import dataclasses
-
     from xmcray.data.writer import statistics_table
 
     if options.json:
@@ -251,7 +250,7 @@ def evaluate_options(verb: argparse.ArgumentParser) -> None:
         nargs="?",
         const="-",
         metavar="FILE",
-        help="write metrics.json there, or print it",
+        help="write metrics.json there, or print it; with --compare also the tests",
     )
     verb.add_argument(
         "--compare",
@@ -276,42 +275,59 @@ def evaluate_options(verb: argparse.ArgumentParser) -> None:
 def evaluate(options: argparse.Namespace) -> None:
     """Measures a run, a bundle or stored answers, and compares it with others."""
     paths = [options.path, *(options.compare or ())]
-    for path in paths:
-        # A name that leads nowhere is refused before the first path is measured.
-        kind_of(path)
+    # A name that leads nowhere is refused before the first path is measured.
+    kinds = [kind_of(path) for path in paths]
     # "-" is stdout.
     json_file = None if options.json == "-" else options.json
     if json_file:
         check_file(json_file)
     evaluations: list[Evaluation] = []
-    for path in paths:
-        # Only the answers of the first path are written; the others are there to compare with.
+    for path, kind in zip(paths, kinds, strict=True):
+        is_first = not evaluations
         evaluation = api.evaluate(
             path,
             options.data,
             split=options.split,
-            exact=options.exact,
-            predictions=None if evaluations else options.predictions,
-            slices=None if evaluations else options.slices,
+            # Stored answers to compare with are searched by nothing.
+            exact=options.exact and (is_first or kind != "predictions"),
+            # Only the answers of the first path are written; the others are there to compare with.
+            predictions=options.predictions if is_first else None,
+            slices=options.slices if is_first else None,
             # Compared with others, also with the same bundle without it.
-            rerank=None if evaluations else options.rerank,
+            rerank=options.rerank if is_first else None,
         )
         evaluations.append(evaluation)
-    metrics = evaluations[0].to_json()
-    if json_file:
-        write_json(Path(json_file), metrics)
-    if options.json == "-":
-        show_json(metrics)
-        return
-    show_metrics({Path(options.path).name: metrics}, deciles=True)
+    comparisons: list[list[ComparisonRow]] = []
     if options.compare:
         from xmcray.evaluation.evaluate import compare_several
+
+        comparisons = compare_several(evaluations[0], evaluations[1:])
+    metrics = evaluations[0].to_json()
+    content = {**metrics, **_comparisons_json(options, comparisons)}
+    if json_file:
+        write_json(Path(json_file), content)
+    if options.json == "-":
+        show_json(content)
+        return
+    show_metrics({Path(options.path).name: metrics}, deciles=True)
+    if comparisons:
         from xmcray.evaluation.table import comparison_table
 
         first, *others = [Path(path).name for path in paths]
-        comparisons = compare_several(evaluations[0], evaluations[1:])
         for other, rows in zip(others, comparisons, strict=True):
             show(comparison_table(rows, first, other, len(others)))
+
+
+def _comparisons_json(
+    options: argparse.Namespace, comparisons: list[list[ComparisonRow]]
+) -> dict[str, Any]:
+    """The part of the JSON that has the tests; empty without --compare."""
+    if not comparisons:
+        return {}
+    tests = []
+    for other, rows in zip(options.compare, comparisons, strict=True):
+        tests.append({"other": other, "metrics": [dataclasses.asdict(row) for row in rows]})
+    return {"comparisons": tests}
 
 
 def export_options(verb: argparse.ArgumentParser) -> None:
