@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from xmcray.planning.rates import Rates
     from xmcray.training.run import RunConfig
 
+_MOST = 1e9  # GB of memory or a price; more is a mistake and would overflow
+_POSITIVES = 5.0  # labels of a query
+
 
 def plan(
     method: str,
@@ -24,8 +27,8 @@ def plan(
     data: Location | None = None,
     labels: int | None = None,
     queries: int | None = None,
-    tokens_per_text: int | None = None,
-    positives: float = 5.0,
+    tokens_per_text: float | None = None,
+    positives: float | None = None,
     workers: int | None = None,
     device: str = "cpu",
     memory_gb: float | None = None,
@@ -41,7 +44,7 @@ def plan(
         labels: number of labels.
         queries: number of training queries.
         tokens_per_text: average of queries and label texts; 16 if not given.
-        positives: labels of a query.
+        positives: labels of a query; 5 if not given.
         workers: training processes, in place of `cluster.workers`.
         device: "cpu", which is measured here, or a device such as "a100-80gb".
         memory_gb: memory of each worker, in units of 10^9 bytes.
@@ -56,6 +59,8 @@ def plan(
     for name, value in numbers.items():
         if value is not None and not value > 0:  # NaN is not above 0 either
             raise ConfigError(f"{name} is {value:g}, expected more than 0")
+        if value is not None and value > _MOST:
+            raise ConfigError(f"{name} is {value:g}, expected at most {_MOST:g}")
     values = merged(config)
     from xmcray.config import check_range
     from xmcray.training.run import MOST_WORKERS, RunConfig
@@ -75,17 +80,34 @@ def _data_size(
     data: Location | None,
     labels: int | None,
     queries: int | None,
-    tokens_per_text: int | None,
-    positives: float,
+    tokens_per_text: float | None,
+    positives: float | None,
 ) -> DataSize:
+    """Of a corpus, or from numbers.
+
+    Raises:
+        ConfigError: both or neither are given, or a number is out of range.
+    """
     from xmcray.planning import data_size
 
     if data is not None:
+        numbers = {
+            "labels": labels,
+            "queries": queries,
+            "tokens_per_text": tokens_per_text,
+            "positives": positives,
+        }
+        for name, value in numbers.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{name} is {value:g}, but data is counted; leave out {name}, or data"
+                )
         from xmcray.data.corpus import Corpus
 
         return data_size.from_corpus(Corpus.open(os.fspath(data), verify=False))
     if labels is None or queries is None:
         raise ConfigError("the size of the data is not known; give data, or labels and queries")
+    positives = _POSITIVES if positives is None else positives
     return data_size.from_numbers(labels, queries, tokens_per_text, positives)
 
 

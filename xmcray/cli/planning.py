@@ -33,8 +33,10 @@ def plan_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--data", metavar="CORPUS", help="count a prepared corpus; or give the next options"
     )
-    verb.add_argument("--labels", type=_number, metavar="L", help="number of labels, such as 1.3e6")
-    verb.add_argument("--queries", type=_number, metavar="N", help="number of training queries")
+    verb.add_argument(
+        "--labels", type=_integer, metavar="L", help="number of labels, such as 1.3e6"
+    )
+    verb.add_argument("--queries", type=_integer, metavar="N", help="number of training queries")
     verb.add_argument(
         "--tokens-per-text",
         type=_number,
@@ -43,8 +45,7 @@ def plan_options(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--positives",
-        type=float,
-        default=5.0,
+        type=_number,
         metavar="P",
         help="labels of a query (default: 5)",
     )
@@ -85,9 +86,18 @@ def plan(options: argparse.Namespace) -> None:
         show(part)
 
 
-def _number(text: str) -> int:
-    """1300000, 1.3e6 or 1_300_000."""
+def _number(text: str) -> float:
+    """12.5 or 1.3e6."""
     try:
-        return int(float(text))
-    except (ValueError, OverflowError):
+        return float(text)
+    except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _integer(text: str) -> int:
+    """1300000, 1.3e6 or 1_300_000."""
+    number = _number(text)
+    # Infinity and NaN are no integers either.
+    if not number.is_integer():
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer")
+    return int(number)

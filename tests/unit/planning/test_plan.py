@@ -564,6 +564,7 @@ def test_the_verb_prints_a_plan(shell: Shell) -> None:
     assert "device: label rows" in printed
     assert "assumed: device rates are published specs" in printed
     assert "16 tokens in each text (no --tokens-per-text was given)" in printed
+    assert "12.9 tokens in each text" in shell.run(f"{plan} --tokens-per-text 12.9")
 
 
 @pytest.mark.parametrize(
@@ -576,6 +577,13 @@ def test_the_verb_prints_a_plan(shell: Shell) -> None:
         (f"astra {SIZE} --workers 0", "workers is 0, expected more than 0"),
         (f"astra {SIZE} --labels many", "not a number"),
         (f"astra {SIZE} --labels 0", "--labels is 0, expected at least 1"),
+        (f"astra {SIZE} --labels 1.5", "'1.5' is not an integer"),
+        (f"astra {SIZE} --labels inf", "'inf' is not an integer"),
+        (f"astra {SIZE} --memory-gb inf", "memory_gb is inf, expected at most 1e+09"),
+        (f"astra {SIZE} --memory-gb nan", "memory_gb is nan, expected more than 0"),
+        (f"astra {SIZE} --price-per-hour inf", "price_per_hour is inf, expected at most 1e+09"),
+        (f"astra {SIZE} --data C", "labels is 1.3e+06, but data is counted; leave out labels, or"),
+        ("astra --data C --positives 5", "positives is 5, but data is counted"),
         ("astra --data no-such-corpus", "does not exist"),
     ],
 )
