@@ -42,8 +42,8 @@ METRICS = ("nDCG@5", "P@1", "P@3", "P@5", "PSP@1", "PSP@5", "R@10")
 State = Literal["finished", "stopped", "unfinished", "failed"]  # in the order of the ranking
 # The large files of a run; the rest is small.
 _LARGE = ("checkpoints", "negatives", "ray", "vectors", "bundle")
-# Sections that do not change the result of a trial.
-_NOT_COMPARED = ("cluster", "log")
+# The only setting of section `log` that changes results: a trial's score is its best validation.
+_COMPARED_LOG = ("validate_every",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,6 +379,8 @@ def _identity(config: SweepConfig) -> dict[str, Any]:
     content = json.dumps(dataclasses.asdict(config))
     body: dict[str, Any] = json.loads(content)
     del body["corpus"]  # it may have moved; its hash stays
-    for section in _NOT_COMPARED:
-        body["settings"].pop(section, None)
+    # The section `cluster` changes no result, and of `log` only these settings do.
+    body["settings"].pop("cluster", None)
+    log = body["settings"].pop("log", {})
+    body["settings"]["log"] = {name: log.get(name) for name in _COMPARED_LOG}
     return body

@@ -98,6 +98,7 @@ def test_a_restart_reads_what_was_written(tmp_path: Path) -> None:
         again.end(0, "finished")
     for changed, message in (
         (config("optim.epochs=3"), "settings.optim.epochs = 9, now 3"),
+        (config("log.validate_every=3"), "settings.log.validate_every = 1, now 3"),
         (config(space={"optim.lr": {"uniform": [0, 1]}}), "space.method.init = .*, now None"),
         (config(seed=1), "seed = 0, now 1"),
         (config(corpus_sha256="d"), "corpus_sha256 = c, now d"),
