@@ -92,6 +92,10 @@ def test_a_file_that_is_no_matrix_is_refused(path: Path) -> None:
     with pytest.raises(DataError, match=message):
         read_predictions(path, 3, 4)
 
+    sparse.save_npz(path, sparse.csr_array(np.array([0.0, 1.0, 2.0])))
+    with pytest.raises(DataError, match=r"the shape \(3,\), expected rows and columns"):
+        read_predictions(path, 3, 4)
+
 
 def test_a_score_that_is_not_a_number_is_refused(path: Path) -> None:
     values = np.array([1.0, np.nan])

@@ -170,6 +170,8 @@ def load_npz(path: Path) -> Any:
             raise ValueError(f"format {kind[:20]!r}, expected csr or csc")
         # scipy compares the lengths of the arrays, and the full check looks at every index.
         matrix: Any = scipy.sparse.load_npz(path)
+        if matrix.ndim != 2:
+            raise ValueError(f"it has the shape {matrix.shape}, expected rows and columns")
         # But it takes a matrix whose last pointer is negative for an empty one, and then writes
         # outside of its arrays.
         if np.any(np.diff(matrix.indptr, prepend=0) < 0):
