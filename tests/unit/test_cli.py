@@ -263,6 +263,8 @@ def test_one_line_and_nothing_written(
             "prepare {}/raw --out c --propensity 0.5 0",
             "propensity B is 0.0, expected at least 0.01",
         ),
+        ("prepare {}/raw --out c --max-len 0", "max_len is 0, expected at least 1"),
+        ("prepare {}/raw --out c --label-max-len -5", "label_max_len is -5, expected at least 1"),
         ("prepare {}/raw --out c --vocab-size 0", "vocab_size is 0, expected at least 1"),
         ("train astra --data {}/corpus --out r --config file", "unknown setting '1'"),
         (

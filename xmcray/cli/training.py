@@ -123,7 +123,7 @@ def _add_tokens(verb: argparse.ArgumentParser) -> None:
         "--label-max-len",
         type=int,
         metavar="N",
-        help="tokens kept of a label text (default: 32)",
+        help="tokens kept of a label text, never more than --max-len (default: 32)",
     )
     verb.add_argument(
         "--tokenizer", metavar="T", help="wordpiece (default), or a model's hub id or folder"

@@ -19,7 +19,7 @@ from xmcray.data.corpus import Card, frequency_histogram, inverse_permutation
 from xmcray.data.formats import RawFiles
 from xmcray.data.rejected import Rejected, RejectedRows
 from xmcray.data.text_keys import LEAKS, TextKeys
-from xmcray.data.tokens import LABEL_MAX_LEN, MAX_VOCAB, TextTokenizer
+from xmcray.data.tokens import LABEL_MAX_LEN, MAX_LEN, MAX_VOCAB, TextTokenizer
 from xmcray.errors import ConfigError, DataError
 from xmcray.types import Int64Array
 
@@ -32,7 +32,7 @@ class PrepareConfig:
 
     Attributes:
         max_len: tokens kept of a query.
-        label_max_len: tokens kept of a label text.
+        label_max_len: tokens kept of a label text; never more than `max_len`.
         tokenizer: "wordpiece", or a transformer's hub id or folder.
         query_prompt: put before each query; None is what the transformer's sentence-transformers
             folder declares, if it is one.
@@ -68,6 +68,8 @@ class PrepareConfig:
                 "a prompt is set, which the vocabulary of the corpus knows nothing of; name the"
                 " model that it belongs to with --tokenizer, or leave it out"
             )
+        check_range("max_len", self.max_len, 1, MAX_LEN)
+        check_range("label_max_len", self.label_max_len, 1, MAX_LEN)
         check_range("vocab_size", self.vocab_size, low=1)
         a, b = self.propensity
         check_range("propensity A", a, 0, 10)

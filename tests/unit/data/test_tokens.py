@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from xmcray.data.tokens import TextTokenizer, from_transformer, train_wordpiece
+from xmcray.data.writer import PrepareConfig
 from xmcray.errors import BundleError, ConfigError
 
 TEXTS = ["The quick brown fox", "the QUICK dog!", "brown dogs, brown foxes", ""]
@@ -108,3 +109,9 @@ def test_an_unreachable_hub_id_is_said_in_one_line(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match=r"nobody/nothing.*not in the local cache") as caught:
         from_transformer("nobody/nothing", 8)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("setting", ["max_len", "label_max_len"])
+def test_lengths_are_checked_before_a_text_is_read(setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{setting} is 0, expected at least 1"):
+        PrepareConfig(**{setting: 0})
