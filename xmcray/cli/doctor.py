@@ -35,13 +35,19 @@ def doctor(options: argparse.Namespace) -> None:
     """Prints the findings; the last line is an error if something must be mended."""
     if options.gpus and not options.cluster:
         raise ConfigError("--gpus counts the GPUs of a cluster, expected --cluster URL with it")
+    from xmcray.doctor.finding import Finding, worst
+
     if options.cluster_file:
         from xmcray.cluster_files import check_cluster_file
 
         check_cluster_file(options.cluster_file)
-        show(f"{options.cluster_file} is fine")
+        if options.json:
+            # A mistake in the file is an error, so this is the only finding.
+            finding = Finding("cluster file", "ok", f"{options.cluster_file} is fine")
+            show_json([dataclasses.asdict(finding)])
+        else:
+            show(f"{options.cluster_file} is fine")
         return
-    from xmcray.doctor.finding import worst
     from xmcray.doctor.look import of_cluster, of_machine
 
     findings = of_cluster(options.cluster, options.gpus) if options.cluster else of_machine()

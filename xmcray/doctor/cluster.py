@@ -154,15 +154,25 @@ def _ask_dashboard(root: str, token: RayToken, environment: Mapping[str, str]) -
     secret = token.read(environment)
     version = _get(root, "/api/version", token, secret)
     answer = _get(root, NODES, token, secret)
-    nodes = []
-    for node in answer["data"]["result"]["result"]:
-        if node["state"] == "ALIVE":
-            resources = node["resources_total"] or {}
-            nodes.append(Node(node["node_ip"], bool(node["is_head_node"]), resources))
+    try:
+        ray_version = str(version["ray_version"])
+        nodes = _alive_nodes(answer["data"]["result"]["result"])
+    except (LookupError, TypeError, ValueError):  # another service that answers with JSON
+        raise _other_service(root) from None
     # If no token was sent, the answer itself shows that none is needed. Otherwise a second request
     # without the token finds out.
     is_open = secret is None or _answers_without_token(root)
-    return Cluster(root, version["ray_version"], is_open, tuple(nodes))
+    return Cluster(root, ray_version, is_open, nodes)
+
+
+def _alive_nodes(answer: Any) -> tuple[Node, ...]:
+    """The nodes in an answer of the dashboard; LookupError, TypeError or ValueError if it is none."""
+    nodes = []
+    for node in answer:
+        if node["state"] == "ALIVE":
+            resources = dict(node["resources_total"] or {})
+            nodes.append(Node(node["node_ip"], bool(node["is_head_node"]), resources))
+    return tuple(nodes)
 
 
 def _get(root: str, path: str, token: RayToken, secret: str | None) -> Any:
@@ -182,9 +192,7 @@ def _get(root: str, path: str, token: RayToken, secret: str | None) -> Any:
     except (OSError, http.client.HTTPException) as error:
         raise _no_answer(root, error) from None
     except ValueError:
-        raise ResourceError(
-            f"{root} answers, but is not the dashboard of a Ray head; check the port"
-        ) from None
+        raise _other_service(root) from None
 
 
 def _answers_without_token(root: str) -> bool:
@@ -232,6 +240,10 @@ def _ask_head(
         ) from None
     nodes = tuple(Node(**node) for node in answer["nodes"])
     return Cluster(address, None, bool(answer["open"]), nodes)
+
+
+def _other_service(root: str) -> ResourceError:
+    return ResourceError(f"{root} answers, but is not the dashboard of a Ray head; check the port")
 
 
 def _no_answer(where: str, error: BaseException) -> ResourceError:

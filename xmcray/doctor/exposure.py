@@ -9,6 +9,7 @@ from pathlib import Path
 
 from xmcray.doctor.finding import Finding
 from xmcray.doctor.sockets import Listener
+from xmcray.errors import readable
 
 # Words in the command lines of Ray's processes and of ours.
 OUR_PROCESSES = (
@@ -55,7 +56,9 @@ class RayToken:
             return None
         if self.source == "RAY_AUTH_TOKEN":
             return environment["RAY_AUTH_TOKEN"]
-        return Path(self.source).read_text().strip()
+        remedy = "put the cluster's token there"
+        with readable(f"the token file {self.source} cannot be read", remedy):
+            return Path(self.source).read_text(encoding="utf-8").strip()
 
 
 def token_mode(environment: Mapping[str, str], home: Path) -> Iterator[Finding]:

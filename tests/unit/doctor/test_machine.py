@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import socket
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
-from shell import run_command
+from shell import Shell, run_command
 
 from xmcray import cli
 from xmcray.doctor import exposure, machine, software
@@ -200,3 +202,55 @@ def test_a_low_limit_of_open_files_is_a_warning(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(machine.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
         levels_by_limit[limit] = machine.limits().level
     assert levels_by_limit == {1024: "warning", 65_536: "ok", -1: "ok"}
+
+
+class OtherService(http.server.BaseHTTPRequestHandler):
+    """Answers each request with JSON, but not as a dashboard does."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.server.body)  # type: ignore[attr-defined]
+
+    def log_message(self, *_: object) -> None:
+        """Prints nothing."""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[]",
+        b'{"status": "ok"}',
+        b'{"ray_version": "2", "data": null}',
+        b'{"ray_version": "2", "data": {"result": {"result": [{"state": "ALIVE"}]}}}',
+    ],
+)
+def test_another_service_is_no_dashboard(body: bytes, shell: Shell) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), OtherService) as server:
+        server.body = body  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        message = shell.error(f"doctor --cluster {url}")
+        server.shutdown()
+    assert message == f"{url} answers, but is not the dashboard of a Ray head; check the port"
+
+
+def test_a_token_that_is_no_text_is_one_line(
+    tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = tmp_path / "token"
+    token.write_bytes(b"\xff\xfe\x00")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    message = shell.error("doctor --cluster http://127.0.0.1:1")
+    assert message.startswith(f"the token file {token} cannot be read (UnicodeDecodeError")
+    assert message.endswith("put the cluster's token there")
+
+
+def test_a_cluster_file_that_is_fine_is_json_too(tmp_path: Path, shell: Shell) -> None:
+    template = Path(__file__).parents[3] / "cluster" / "aws.yaml"
+    file = tmp_path / "aws.yaml"
+    file.write_text(template.read_text().replace("CHANGE-ME", "ours"))
+    (finding,) = json.loads(shell.run(f"doctor --cluster-file {file} --json"))
+    assert (finding["level"], finding["found"]) == ("ok", f"{file} is fine")
