@@ -25,11 +25,16 @@ def printable_lines(text: str) -> str:
     return _CONTROL_IN_LINES.sub(_escaped, text)
 
 
-def printable_json(value: object) -> str:
-    """A value as indented JSON that a terminal shows and a program reads as any other JSON."""
+def printable_json(value: object, ascii_only: bool = False) -> str:
+    """A value as indented JSON that a terminal shows and a program reads as any other JSON.
+
+    Args:
+        value: what JSON can hold.
+        ascii_only: write all other characters as escapes of JSON.
+    """
     # JSON escapes the control characters of ASCII except DEL. Outside of texts it has none of the
     # others, and inside a text an escape means the same character.
-    text = json.dumps(value, indent=1, ensure_ascii=False)
+    text = json.dumps(value, indent=1, ensure_ascii=ascii_only)
     return _CONTROL_IN_LINES.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 

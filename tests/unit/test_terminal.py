@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 import unicodedata
 from pathlib import Path
 
@@ -88,3 +91,45 @@ def test_warnings_of_the_log_show_their_texts(
         logging.getLogger("xmcray").warning("first line\nsecond %s", HOSTILE)
     logging.getLogger("xmcray").warning("as before")
     assert capsys.readouterr().err == f"first line\nsecond {SHOWN}\nas before\n"
+
+
+# A command that prints a word which Latin-1 holds in part.
+PRINTS = """
+import sys
+from xmcray import cli
+from xmcray.cli.output import show, show_json, show_line
+def run(_):
+    for print_word in (show, show_line, show_json):
+        print_word("\u00fc\u6f22\U0001f600")
+cli.VERBS["labels"] = cli.Verb(run, lambda _: None, "prints", "xmcray labels")
+cli.command(["labels"])
+"""
+
+
+def printed_by_a_process(redirection: str, **environment: str) -> tuple[int, bytes, bytes]:
+    """Exit code, stdout and stderr of a process that prints."""
+    command = f'"$0" -c "$1" {redirection}'
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, PRINTS],
+        env={**os.environ, **environment},
+        capture_output=True,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_characters_that_the_encoding_lacks_become_escapes() -> None:
+    code, out, err = printed_by_a_process("", PYTHONIOENCODING="latin-1")
+    assert (code, err) == (0, b"")
+    lines = out.decode("latin-1").splitlines()
+    assert lines[:2] == ["\u00fc\\u6f22\\U0001f600"] * 2
+    # JSON has escapes of its own.
+    assert json.loads(lines[2]) == "\u00fc\u6f22\U0001f600"
+
+
+def test_a_full_or_closed_stdout_is_no_traceback() -> None:
+    code, _, err = printed_by_a_process("> /dev/full")
+    assert code == 2
+    assert err.startswith(b"error: the output cannot be written (No space left on device); free")
+    assert err.count(b"\n") == 1
+    assert printed_by_a_process(">&-") == (0, b"", b"")
+    assert printed_by_a_process("2>&-")[0] == 0

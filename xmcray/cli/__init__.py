@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from xmcray import __version__, config, credentials, logs
@@ -34,6 +35,7 @@ from xmcray.cli import (
     training,
     tuning,
 )
+from xmcray.cli.output import drop_output, output_errors
 from xmcray.errors import ConfigError, XmcrayError, memory_errors
 from xmcray.storage.path_errors import system_errors
 from xmcray.terminal import printable
@@ -71,6 +73,7 @@ class _Parser(argparse.ArgumentParser):
 
 def command(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs one command in a process of its own, which ends with the command's exit code."""
+    _prepare_streams()
     code = main(argv)
     if code in (INTERRUPTED, EXIT_CODE):
         # A start of Ray that was interrupted leaves threads in its library, and they can crash the
@@ -79,6 +82,19 @@ def command(argv: Sequence[str] | None = None) -> NoReturn:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _prepare_streams() -> None:
+    """Makes stdout and stderr streams that take any text."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            # The shell has closed it. Otherwise the next file would get its number.
+            devnull = Path(os.devnull).open("w")  # noqa: SIM115 - until the process ends
+            setattr(sys, name, devnull)
+        elif hasattr(stream, "reconfigure"):
+            # Characters that the terminal's encoding lacks are written as escapes.
+            stream.reconfigure(errors="backslashreplace")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,7 +136,9 @@ def _run(arguments: list[str], sigterm: _Sigterm) -> int:
         options = parser().parse_args(arguments)
         with memory_errors(), system_errors():
             options.run(options)
-        sys.stdout.flush()  # a reader that has gone away is noticed here and not at exit
+        with output_errors():
+            # A reader that has gone away is noticed here and not at exit. stdout may be None.
+            print(end="", flush=True)
     except XmcrayError as error:
         # A message may quote a URL of the user, and logs are kept longer than terminals.
         message = " ".join(str(error).split())
@@ -138,9 +156,8 @@ def _run(arguments: list[str], sigterm: _Sigterm) -> int:
         )
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has closed the pipe. Without this, Python would complain when it
-        # flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of our output has closed the pipe.
+        drop_output()
     except Exception:
         # A program that reads JSON lines gets the traceback as one of them.
         if not logs.as_json():

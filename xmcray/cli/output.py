@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from xmcray.errors import StorageError
 from xmcray.terminal import printable, printable_json, printable_lines
 
 
@@ -17,7 +21,8 @@ def show(content: Any) -> None:
     # lines at 80 columns in a pipe.
     width = None if Console().is_terminal else 160
     console = Console(highlight=False, markup=False, emoji=False, width=width)
-    console.print(_Printable(content))
+    with output_errors():
+        console.print(_Printable(content))
 
 
 class _Printable:
@@ -40,7 +45,14 @@ class _Printable:
 
 def show_line(text: str) -> None:
     """Prints one line on stdout at once, without wrapping it."""
-    print(printable(text), flush=True)
+    with output_errors():
+        print(printable(text), flush=True)
+
+
+def show_text(text: str) -> None:
+    """Prints a text of our own as it is, such as a file."""
+    with output_errors():
+        print(text, end="")
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -80,9 +92,34 @@ def show_metrics(runs: dict[str, dict[str, Any]], deciles: bool = False) -> None
 
 def show_json(value: object) -> None:
     """Prints a value for programs."""
-    print(printable_json(value))
+    text = printable_json(value)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        # stdout would write escapes of Python, which are not those of JSON.
+        text = printable_json(value, ascii_only=True)
+    show_text(f"{text}\n")
 
 
 def show_next(command: Sequence[str]) -> None:
     """Prints the command that usually comes next."""
     show_line(f"next: {shlex.join(command)}")
+
+
+@contextlib.contextmanager
+def output_errors() -> Iterator[None]:
+    """Turns a failure to write stdout, as on a full disk, into a StorageError."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        drop_output()
+        raise StorageError(
+            f"the output cannot be written ({error.strerror}); free some space, or write it elsewhere"
+        ) from error
+
+
+def drop_output() -> None:
+    """Discards what stdout still holds. Python would complain when it flushes that at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from xmcray import config
-from xmcray.cli.output import show, show_json
+from xmcray.cli.output import show, show_json, show_text
 from xmcray.errors import ConfigError
 from xmcray.methods.registry import check_method_name, method_names
 from xmcray.storage.path_errors import disk_errors
@@ -37,10 +36,10 @@ def files(options: argparse.Namespace) -> None:
     if options.out is not None:
         _copy(names, Path(options.out))
     elif names == [options.name]:
-        sys.stdout.write((_ROOT / options.name).read_text(encoding="utf-8"))
+        show_text((_ROOT / options.name).read_text(encoding="utf-8"))
     else:
         for name in names:
-            print(name)
+            show_text(f"{name}\n")
 
 
 def _names() -> list[str]:
@@ -95,7 +94,7 @@ def completion(options: argparse.Namespace) -> None:
             "completion needs argcomplete, which is not installed; run"
             " pip install 'xmcray[completion]'"
         ) from None
-    print(shellcode(["xmcray"], shell=options.shell))
+    show_text(f"{shellcode(['xmcray'], shell=options.shell)}\n")
 
 
 def complete(parser: argparse.ArgumentParser) -> None:

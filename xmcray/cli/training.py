@@ -19,7 +19,7 @@ from xmcray.cli.arguments import (
     given,
     merged_settings,
 )
-from xmcray.cli.output import show, show_json, show_metrics, show_next
+from xmcray.cli.output import show, show_json, show_metrics, show_next, show_text
 from xmcray.cli.reranking import add_rerank
 from xmcray.methods.registry import check_method_name, method_names
 from xmcray.paths import kind_of
@@ -216,7 +216,7 @@ def train(options: argparse.Namespace) -> None:
     start = {"workers": options.workers, "source": options.source}
     if options.print_config:
         resolved, _ = api.run_settings(options.method, options.data, settings, **start)
-        print(yaml.safe_dump(resolved.to_dict(), sort_keys=False), end="")
+        show_text(yaml.safe_dump(resolved.to_dict(), sort_keys=False))
         return
     run = api.train(
         options.method,
