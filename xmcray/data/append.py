@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 
 from xmcray.data.corpus import Card, Corpus, Split
 from xmcray.data.formats import BadRow, OnBad, RawFiles, Row
-from xmcray.data.formats.json_lines import is_named_by_titles
 from xmcray.data.shards import shard_stem
 from xmcray.data.writer import PrepareConfig
 from xmcray.errors import DataError
@@ -179,13 +178,20 @@ class AppendedFiles(RawFiles):
         return dataclasses.replace(query, label_ids=label_ids, relevance=relevance)
 
 
-def appended_files(corpus: Corpus, new: RawFiles, label_ids: Int64Array) -> AppendedFiles:
+def appended_files(
+    corpus: Corpus,
+    new: RawFiles,
+    label_ids: Int64Array,
+    titles_only: bool | None = None,
+) -> AppendedFiles:
     """What is read to append new raw files to a corpus.
 
     Args:
         corpus: the corpus.
         new: the new raw files.
         label_ids: see `match_labels`.
+        titles_only: whether the texts of the corpus are titles without contents, as its manifest
+            says; None if it does not.
 
     Raises:
         DataError: there are side vectors, or texts of another kind.
@@ -196,12 +202,8 @@ def appended_files(corpus: Corpus, new: RawFiles, label_ids: Int64Array) -> Appe
         raise DataError(
             f"{owner} has side vectors, which --append does not carry; prepare all raw files anew"
         )
-    is_lf = card.format == new.format == "lf"
-    if is_lf and "title" in card.source.lower() and not is_named_by_titles(new.path):
-        raise DataError(
-            f"{corpus.path} has titles alone, as the name of {card.source} says, but {new.path} would be"
-            " read with contents; put 'titles' into the name of the folder too"
-        )
+    if card.format == new.format and new.titles_only is not None:
+        _check_titles(corpus, new, titles_only)
     return AppendedFiles(
         format=card.format,
         path=Path(card.source),
@@ -210,6 +212,24 @@ def appended_files(corpus: Corpus, new: RawFiles, label_ids: Int64Array) -> Appe
         corpus=corpus.path,
         card=card,
         label_ids=label_ids,
+    )
+
+
+def _check_titles(corpus: Corpus, new: RawFiles, titles_only: bool | None) -> None:
+    """Raises DataError if either the corpus or the new files have titles without contents."""
+    if titles_only is None and "title" in corpus.card.source.lower():
+        titles_only = True
+    # Without a name that tells, nobody knows what the texts of a corpus of an older release are.
+    if titles_only is None or titles_only == new.titles_only:
+        return
+    if titles_only:
+        raise DataError(
+            f"{corpus.path} has titles alone, but {new.path} would be read with contents; put 'titles'"
+            " into the name of the folder"
+        )
+    raise DataError(
+        f"{corpus.path} has titles with contents, but {new.path} would be read by titles alone, as its"
+        " name says; take 'title' out of the name of the folder"
     )
 
 

@@ -96,6 +96,9 @@ def prepare(
         **asdict(config),
     }
     about["tokenizer"] = short_name(config.tokenizer)
+    if source.titles_only is not None:
+        # For rows that are appended. The name of the raw files in the card does not always tell.
+        about["titles_only"] = source.titles_only
     # Before Ray starts, because these files may be malformed.
     source.side_width()
     source.warn_of_integer_labels()
@@ -157,7 +160,7 @@ def append(
     config = settings_of(corpus.card, on_error)
     tokenizer = corpus.tokenizer()
     label_ids = match_labels(corpus, new, on_error == "skip")
-    source = appended_files(corpus, new, label_ids)
+    source = appended_files(corpus, new, label_ids, manifest.about.get("titles_only"))
     about = {**manifest.about, "appended": new.name, "appended_to": manifest.sha256}
     # Rows that are appended stay, also if earlier ones were left out.
     about["on_leak"] = config.on_leak

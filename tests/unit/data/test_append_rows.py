@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import appended, corpus_of
 
+from xmcray.data import pipeline
+from xmcray.data.append import appended_files
 from xmcray.data.appended_labels import match_labels, removed_rows
 from xmcray.data.corpus import Corpus
 from xmcray.data.formats import BadRow, detect
@@ -271,16 +274,61 @@ def test_uids_of_removed_labels_that_no_label_has_are_said(
     assert "removed_labels.jsonl has 1 uids of no label, such as 'rde'" in caplog.text
 
 
+def lf_folder(folder: Path, label: str) -> Path:
+    """Raw files of the layout lf, whose query has a title and a content."""
+    query = {"uid": folder.name, "title": "a", "content": "long", "target_ind": [0]}
+    write_json_lines(folder, lbl=[{"uid": label, "title": label}], trn=[query])
+    for path in folder.iterdir():
+        path.rename(path.with_suffix(".json"))
+    return folder
+
+
 def test_contents_are_not_appended_to_titles(tmp_path: Path) -> None:
-    query = {"title": "a", "content": "long", "target_ind": [0]}
-    folders = []
-    for name in ("LF-Titles", "new", "new-titles"):
-        folder = write_json_lines(tmp_path / name, lbl=[{"title": "red"}], trn=[query])
-        for path in folder.iterdir():
-            path.rename(path.with_suffix(".json"))
-        folders.append(folder)
-    old = corpus_of(folders[0], tmp_path / "c1")
-    with pytest.raises(DataError, match="has titles alone, as the name of LF-Titles says"):
-        appended(old, folders[1], tmp_path / "c2")
-    grown = appended(old, folders[2], tmp_path / "c2")
+    old, contents, titles = (
+        lf_folder(tmp_path / name, "red") for name in ("LF-Titles", "new", "new-titles")
+    )
+    # The manifest of a corpus of an older release says nothing, so its name decides.
+    corpus = corpus_of(old, tmp_path / "c1")
+    with pytest.raises(DataError, match=r"has titles alone, but .* would be read with contents"):
+        appended(corpus, contents, tmp_path / "c2")
+    grown = appended(corpus, titles, tmp_path / "c2")
     assert grown.split("train").texts(np.arange(2)) == ["a", "a"]
+
+
+@pytest.mark.parametrize("titles_only", [True, False])
+def test_a_manifest_says_whether_texts_are_titles_alone(titles_only: bool, tmp_path: Path) -> None:
+    # The name of the first raw files says nothing, as that of a link or a commit on the hub.
+    raw, contents, titles = (
+        lf_folder(tmp_path / name, "red") for name in ("raw", "new", "new-titles")
+    )
+    corpus = corpus_of(raw, tmp_path / "corpus")
+    alike, other = (titles, contents) if titles_only else (contents, titles)
+    label_ids = np.array([0])
+    appended_files(corpus, detect(alike), label_ids, titles_only)
+    # The rows of a corpus of an older release may be of either kind.
+    appended_files(corpus, detect(other), label_ids, None)
+    message = "has titles alone" if titles_only else "has titles with contents"
+    with pytest.raises(DataError, match=message):
+        appended_files(corpus, detect(other), label_ids, titles_only)
+
+
+def test_prepare_notes_in_the_manifest_whether_texts_are_titles_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class BegunError(Exception):
+        """Raised in place of writing a corpus."""
+
+    def begin(_out: object, _kind: str, about: dict[str, Any]) -> None:
+        raise BegunError(about.get("titles_only"))
+
+    monkeypatch.setattr(pipeline, "ray_session", contextlib.nullcontext)
+    monkeypatch.setattr(pipeline, "new_artifact", begin)
+    titles = lf_folder(tmp_path / "LF-Titles", "red")
+    # The link's own name says nothing, and that is the one in the card.
+    (tmp_path / "link").symlink_to(titles)
+    contents = lf_folder(tmp_path / "contents", "red")
+    lines = write_json_lines(tmp_path / "titles", labels=LABELS, train=[{"text": "a"}])
+    noted = {titles: True, tmp_path / "link": True, contents: False, lines: None}
+    for folder, titles_only in noted.items():
+        with pytest.raises(BegunError, match=f"^{titles_only}$"):
+            pipeline.prepare(detect(folder), tmp_path / "corpus", name="corpus")

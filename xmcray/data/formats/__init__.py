@@ -70,6 +70,12 @@ class RawFiles:
         """The name of their folder."""
         return folder_name(self.path)
 
+    @property
+    def titles_only(self) -> bool | None:
+        """Whether texts are titles without contents; None if the layout does not tell them apart."""
+        layout = FORMATS[self.format]
+        return layout.titles_only(self.path) if isinstance(layout, Records) else None
+
     def first_shard(self, split: str, shard_rows: int) -> int:
         """Number of the shard that the first row of a split (or of "labels") belongs to."""
         return 0

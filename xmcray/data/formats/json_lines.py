@@ -301,9 +301,13 @@ class Records:
         for record in itertools.islice(self.kind.records(path), _FIRST_RECORDS):
             yield None if isinstance(record, BadValue) else record.get(field)
 
+    def titles_only(self, folder: Path) -> bool | None:
+        """Whether texts are titles without contents; None if the layout has no such rule."""
+        return is_named_by_titles(folder) if self.title_rule else None
+
     def _fields(self, folder: Path, fields: Fields) -> Fields:
         # Releases for titles contain the same file with contents, which the papers do not use.
-        if self.title_rule and is_named_by_titles(folder):
+        if self.titles_only(folder):
             return Fields(text="title", parts=(), labels=fields.labels, relevance=fields.relevance)
         return fields
 
