@@ -166,9 +166,8 @@ def test_what_cannot_be_swept(corpus: Corpus, memory: str, tmp_path: Path) -> No
         sweep_bundle(
             memory, corpus, parse_space({"index.nprobe": {"int": [1, 2]}}, "f"), 3, 0, "P@1"
         )
-    # A metric is refused before the millions of settings would be measured.
     with pytest.raises(ConfigError, match="unknown metric 'P@2'"):
-        sweep_bundle(memory, corpus, weight, 10**7, 0, "P@1+P@2")
+        sweep_bundle(memory, corpus, weight, 3, 0, "P@2")
     with pytest.raises(ConfigError, match="settings of fusion and memory, expected one of them"):
         sweep_bundle(memory, corpus, {**weight, **parse_space(fusion, "f")}, 3, 0, "P@1")
     with pytest.raises(ConfigError, match=r"f: memory\.weight is 2\.0, expected at least 0"):
@@ -208,6 +207,15 @@ def test_the_command(corpus: Corpus, memory: str, tmp_path: Path, shell: Shell) 
     (out / "bundle-sweep.json").unlink()
     message = shell.error(f"{command} --trials 8")
     assert "and no sweep of a bundle; choose another --out" in message
+
+
+def test_a_metric_is_checked_before_anything_is_measured(
+    corpus: Corpus, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Retriever, "encode", lambda *_: pytest.fail("it measured"))
+    weight = parse_space({"memory.weight": {"uniform": [0, 1]}}, "f")
+    with pytest.raises(ConfigError, match="unknown metric 'P@2'"):
+        sweep_bundle(memory, corpus, weight, 3, 0, "P@1+P@2")
 
 
 def test_the_mean_of_metrics_decides(
