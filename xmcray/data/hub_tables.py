@@ -34,13 +34,10 @@ logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "test", "labels")
 _BATCH_ROWS = 16_384
-_CSV_OPTIONS = {
-    # Only a blank cell is empty. The default also drops texts and labels such as "NA" and "None".
-    "keep_default_na": False,
-    "na_values": [""],
-    # By default, if the first row has one field more than the header, all cells move by one column.
-    "index_col": False,
-}
+# In CSV, only a blank cell is empty. The default also drops texts and labels such as "NA" and "None".
+_CSV_OPTIONS = {"keep_default_na": False, "na_values": [""]}
+# By default, if the first row has one field more than the header, all cells move by one column.
+_NO_INDEX = {"index_col": False}
 # How pandas warns of rows with more fields than the header, whose last fields it leaves out.
 _LONG_ROWS = "Length of header or names"
 # Files that describe a data set, with any suffix.
@@ -166,8 +163,8 @@ class HubTables:
                 return builders[configuration]
             builder = load_dataset_builder(path, configuration, **options)
             # Only the configuration of CSV files has this setting.
-            if getattr(builder.config, "keep_default_na", False):
-                csv_options = {**options, **self._csv_options()}
+            if hasattr(builder.config, "keep_default_na"):
+                csv_options = {**options, **self._csv_options(builder.config)}
                 builder = load_dataset_builder(path, configuration, **csv_options)
             try:
                 _download(builder, cache)
@@ -193,8 +190,11 @@ class HubTables:
             self._warn_of_unread_files(builders.values())
         return tables
 
-    def _csv_options(self) -> dict[str, Any]:
-        """Options for `datasets` to read CSV files."""
+    def _csv_options(self, csv_config: Any) -> dict[str, Any]:
+        """Options for `datasets` to read CSV files, over those of a data set's own configuration."""
+        if not csv_config.keep_default_na:
+            # The data set says itself which cells are empty.
+            return dict(_NO_INDEX)
         columns = [self.columns.uid, self.columns.label_uid]
         # Without a table of labels, this column is not read as text, so that labels that are numbers are
         # refused. Their texts would be digits.
@@ -202,7 +202,7 @@ class HubTables:
             columns.append(self.columns.labels)
         # Uids are read as texts. Otherwise a uid such as 007 would become the number 7.
         as_texts = {column: _cell_as_text for column in columns if column}
-        return {**_CSV_OPTIONS, "converters": as_texts}
+        return {**_NO_INDEX, **_CSV_OPTIONS, "converters": as_texts}
 
     def _location(self, cache: str) -> tuple[str, dict[str, Any]]:
         """The path and the options for `load_dataset_builder`."""

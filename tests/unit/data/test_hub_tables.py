@@ -332,6 +332,15 @@ def test_rows_of_csv_may_end_with_commas(tmp_path: Path, commas: str) -> None:
     assert queries(raw_files(source, tmp_path / "raw")) == [("0", "a", ["b"]), ("1", "x", ["y"])]
 
 
+def test_a_data_set_may_say_itself_which_cells_are_empty(tmp_path: Path) -> None:
+    source = tmp_path / "set"
+    source.mkdir()
+    lines = ["configs:", "- config_name: a", "  data_files: a.csv", "  keep_default_na: false"]
+    (source / "README.md").write_text("\n".join(["---", *lines, "  na_values: '-'", "---", ""]))
+    (source / "a.csv").write_text("text,labels\na,-,\nNA,y,\n")
+    assert queries(raw_files(source, tmp_path / "raw")) == [("0", "a", []), ("1", "NA", ["y"])]
+
+
 def test_uids_of_csv_stay_texts(tmp_path: Path) -> None:
     source = tmp_path / "set"
     source.mkdir()
