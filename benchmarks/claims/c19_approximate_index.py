@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from claim import Claim, Comparison, main
-from variants import Training, present
+from variants import SGD, Training, present
 
 CORPUS = "tate-subjects"
 INDEXES = {"exact": "Flat", "inverted lists": "IVF128,SQfp16", "graph": "HNSW32"}
@@ -24,11 +24,12 @@ def make(full: bool) -> Claim:
             for name in INDEXES
             if name != "exact"
         ],
-        setup=f"{CORPUS}, static encoder of 128 dimensions, settings of `astra/{CORPUS}` without label texts as queries;"
+        setup=f"{CORPUS}, static encoder of 128 dimensions, settings of `astra/{CORPUS}` but SGD and 8 epochs,"
+        " without label texts as queries;"
         " 480 uniform labels of a batch and 60 hard negatives of a query from epoch 3 on, new every 2 epochs. The"
         " indexes are tuned as in every training. 'The same' is within a point; the limit is ours.",
         metrics=("P@1", "P@5", "PSP@5"),
-        seeds=10,
+        seeds=20,
         slow=["graph"],
         reason="seed 4 went wrong with every index, with P@1 of 70.0 to 74.2, and there inverted lists are 3.8 points below"
         " exact search. Why is not known. The other seeds have 76.2 to 77.4, and differ by a point at most.",
@@ -42,6 +43,8 @@ def training(full: bool, index: str) -> Training:
         corpus=CORPUS,
         preset=f"astra/{CORPUS}",
         settings=[
+            *SGD,
+            "optim.epochs=8",
             "encoder.dim=128",
             "data.augment_with_labels=false",
             "negatives.uniform=480",

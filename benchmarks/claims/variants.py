@@ -43,6 +43,12 @@ chose.
 HIT_CUTOFFS = (1, 5)  # one digit per query is enough
 _MADE_HERE = ("sample", "planted")  # corpora that need no files
 HELD_OUT = 0.1  # share of the training queries that a choice is made by
+# The kind of optimiser that ASTRA's paper has, where a preset has another one.
+SGD = (
+    "method.classifier.kind=sgd",
+    "method.classifier.lr=300",
+    "method.classifier.momentum=0",
+)
 
 
 def claims_folder() -> Path:
