@@ -32,8 +32,8 @@ def make(full: bool) -> Claim:
             Comparison(of="8 to 1", against="1 to 8", low=0),
         ],
         setup=f"{CORPUS}, static encoder of 128 dimensions, settings of `astra/{CORPUS}` but SGD and 8 epochs,"
-        " without label texts as queries; 540 negatives of a query, hard ones from epoch 3 on and new every 2 epochs. 8 to 1 is the ratio of"
-        " the paper's settings. 'Little' is within a point; the limit is ours.",
+        " without label texts as queries; 540 negatives of a query, hard ones from epoch 3 on and new every 2 epochs."
+        " 8 to 1 is the ratio of the paper's settings. 'Little' is within a point; the limit is ours.",
         metrics=("P@1", "P@5", "PSP@5"),
         seeds=10,
         slow=["1 to 1", "1 to 8"],

@@ -25,9 +25,8 @@ def make(full: bool) -> Claim:
             if name != "exact"
         ],
         setup=f"{CORPUS}, static encoder of 128 dimensions, settings of `astra/{CORPUS}` but SGD and 8 epochs,"
-        " without label texts as queries;"
-        " 480 uniform labels of a batch and 60 hard negatives of a query from epoch 3 on, new every 2 epochs. The"
-        " indexes are tuned as in every training. 'The same' is within a point; the limit is ours.",
+        " without label texts as queries; 480 uniform labels of a batch and 60 hard negatives of a query from epoch 3"
+        " on, new every 2 epochs. The indexes are tuned as in every training. 'The same' is within a point; the limit is ours.",
         metrics=("P@1", "P@5", "PSP@5"),
         seeds=20,
         slow=["graph"],
