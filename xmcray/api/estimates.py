@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from xmcray.training.run import RunConfig
 
 _MOST = 1e9  # GB of memory or a price; more is a mistake and would overflow
-_POSITIVES = 5.0  # labels of a query
 
 
 def plan(
@@ -107,7 +106,6 @@ def _data_size(
         return data_size.from_corpus(Corpus.open(os.fspath(data), verify=False))
     if labels is None or queries is None:
         raise ConfigError("the size of the data is not known; give data, or labels and queries")
-    positives = _POSITIVES if positives is None else positives
     return data_size.from_numbers(labels, queries, tokens_per_text, positives)
 
 

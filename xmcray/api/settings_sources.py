@@ -28,14 +28,20 @@ def merged(config: Settings) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for source in _sources(config):
-        if not isinstance(source, Mapping):
+        if isinstance(source, Mapping):
+            values = _with_mapping(values, source)
+        else:
             values = configs.overlay(values, configs.load_yaml(os.fspath(source)))
-            continue
-        for name, value in source.items():
-            setting: dict[str, Any] = {}
-            # YAML has names of other types too; such a setting is unknown.
-            configs.put(setting, str(name), value)
-            values = configs.overlay(values, setting)
+    return values
+
+
+def _with_mapping(values: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with those of a source over them, whose names may be dotted."""
+    for name, value in source.items():
+        setting: dict[str, Any] = {}
+        # YAML has names of other types too; such a setting is unknown.
+        configs.put(setting, str(name), value)
+        values = configs.overlay(values, setting)
     return values
 
 

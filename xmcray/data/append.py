@@ -219,7 +219,7 @@ def _check_titles(corpus: Corpus, new: RawFiles, titles_only: bool | None) -> No
     """Raises DataError if either the corpus or the new files have titles without contents."""
     if titles_only is None and "title" in corpus.card.source.lower():
         titles_only = True
-    # Without a name that tells, nobody knows what the texts of a corpus of an older release are.
+    # A corpus of an older release does not say it, and its source has a name without "title".
     if titles_only is None or titles_only == new.titles_only:
         return
     if titles_only:

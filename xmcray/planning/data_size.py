@@ -15,6 +15,7 @@ from xmcray.types import Float64Array, Ragged
 _SAMPLED = 20_000  # texts that frequencies of tokens are taken of
 _VOCAB = 32_000  # what `prepare` trains at most
 DEFAULT_TOKENS = 16.0
+DEFAULT_POSITIVES = 5.0  # labels of a query
 # Ids of labels have 31 bits. The other numbers are beyond any data set.
 _MOST = {
     "--labels": 2**31 - 1,
@@ -57,7 +58,7 @@ def from_numbers(
     num_labels: int,
     num_train: int,
     tokens_per_text: float | None = None,
-    positives_per_query: float = 5.0,
+    positives_per_query: float | None = None,
 ) -> DataSize:
     """A data set that is not there yet.
 
@@ -65,17 +66,18 @@ def from_numbers(
         num_labels: L.
         num_train: N.
         tokens_per_text: average of queries and label texts; 16 if not given.
-        positives_per_query: average.
+        positives_per_query: average; 5 if not given.
 
     Raises:
         ConfigError: a number below one, or beyond what a run could have.
     """
     tokens = DEFAULT_TOKENS if tokens_per_text is None else tokens_per_text
+    positives = DEFAULT_POSITIVES if positives_per_query is None else positives_per_query
     options = {
         "--labels": num_labels,
         "--queries": num_train,
         "--tokens-per-text": tokens,
-        "--positives": positives_per_query,
+        "--positives": positives,
     }
     for name, value in options.items():
         if not value >= 1:
@@ -91,10 +93,10 @@ def from_numbers(
         vocab_size=_VOCAB,
         tokens_per_query=tokens,
         tokens_per_label=tokens,
-        positives_per_query=positives_per_query,
+        positives_per_query=positives,
         token_share_V=share_V / share_V.sum(),
         assumptions=(
-            f"{positives_per_query:g} positives per query, all labels equally frequent",
+            f"{positives:g} positives per query, all labels equally frequent",
             f"{tokens:g} tokens in each text{default}, of a vocabulary of {_VOCAB:,} by Zipf's law",
         ),
     )
