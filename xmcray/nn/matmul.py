@@ -1,4 +1,4 @@
-"""How precisely torch multiplies float32 matrices: a setting of the whole process."""
+"""How precisely torch multiplies matrices, and which attention that makes the faster one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+# With bfloat16 products, torch's fused attention on a CPU is slower than separate products up to this
+# many tokens: eight times with 32 (benchmarks/attention_kernels.py).
+_LONGEST_UNFUSED = 128
 # Torch's names for the values of `optim.matmul`.
 TORCH_PRECISION = {"float32": "highest", "bf16": "medium"}
 
@@ -23,3 +27,13 @@ def matmul_precision(matmul: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def attention_kernel(device: torch.device, width: int) -> contextlib.AbstractContextManager[None]:
+    """Selects the faster attention for texts of `width` tokens, and leaves other devices alone."""
+    has_float32_products = torch.get_float32_matmul_precision() == "highest"
+    if device.type != "cpu" or width > _LONGEST_UNFUSED:
+        return contextlib.nullcontext()
+    if has_float32_products and not torch.is_autocast_enabled("cpu"):
+        return contextlib.nullcontext()
+    return sdpa_kernel(SDPBackend.MATH)

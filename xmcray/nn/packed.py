@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from xmcray.nn.matmul import attention_kernel
 from xmcray.parallel.transfers import to_device
 from xmcray.types import Int64Array
 
@@ -164,15 +165,16 @@ def _attend(
     values = value[0].split(packed_spans.sizes, dim=1)
     outputs = []
     for q, k, v, width in zip(queries, keys, values, packed_spans.widths, strict=True):
-        output = F.scaled_dot_product_attention(
-            _by_text(q, width),
-            _by_text(k, width),
-            _by_text(v, width),
-            dropout_p=dropout,
-            is_causal=is_causal,
-            scale=scaling,
-            enable_gqa=shares_heads,
-        )
+        with attention_kernel(q.device, width):
+            output = F.scaled_dot_product_attention(
+                _by_text(q, width),
+                _by_text(k, width),
+                _by_text(v, width),
+                dropout_p=dropout,
+                is_causal=is_causal,
+                scale=scaling,
+                enable_gqa=shares_heads,
+            )
         # [texts, heads, width, d] -> [texts * width, heads, d]
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None], None

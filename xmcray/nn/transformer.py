@@ -17,6 +17,7 @@ from xmcray.errors import BundleError, ConfigError, one_line
 from xmcray.nn import lora, packed, pretrained, sentence_folder
 from xmcray.nn.encoder import WEIGHTS, Encoder, EncoderConfig, principal_axes
 from xmcray.nn.frozen import EncodedTexts
+from xmcray.nn.matmul import attention_kernel
 from xmcray.nn.micro_batches import micro_batches, token_batches
 from xmcray.parallel import collectives
 from xmcray.parallel.transfers import to_device
@@ -241,7 +242,7 @@ class TransformerEncoder(Encoder):
             (cell_T,) = to_device([to_torch(np.flatnonzero(mask))], device)
             cells = token_TH.new_zeros(mask.size, token_TH.shape[1])
             padded_BTH = cells.index_copy(0, cell_T, token_TH).view(*mask.shape, -1)
-        with self._autocast(device):
+        with self._autocast(device), attention_kernel(device, int(lengths.max())):
             output = self.model(inputs_embeds=padded_BTH, attention_mask=attention_BT)
         state_BTH = _at_least_float32(output.last_hidden_state)
         if self.pooling == "cls":
