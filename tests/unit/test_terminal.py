@@ -63,13 +63,20 @@ def test_tables_and_lines_show_their_texts(capsys: pytest.CaptureFixture[str]) -
     row = {"attribute": f"a{HOSTILE}", "value": f"v{HOSTILE}", "queries": 3}
     show(slice_table({"slices": [row]}))
     show_table(f"title {HOSTILE}", ["column"], [[f"cell {HOSTILE}"]])
-    show(f"[/red] :smile: {HOSTILE}")
-    show_line(f"line {HOSTILE}")
+    show_line(f"line [/red] :smile: {HOSTILE}")
     printed = capsys.readouterr().out
     # rich itself drops the bell.
-    assert printed.replace(r"\x07", "").count(SHOWN.replace(r"\x07", "")) == 6
+    assert printed.replace(r"\x07", "").count(SHOWN.replace(r"\x07", "")) == 5
     assert "[/red] :smile: " in printed
     assert not controls(printed)
+
+
+def test_a_long_path_is_one_line_in_a_pipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / ("a" * 200)
+    assert cli.main(["files", "cluster", "--out", str(out)]) == 0
+    assert capsys.readouterr().out.endswith(f" files in {out}\n")
 
 
 def test_json_shows_its_texts_and_reads_as_before(capsys: pytest.CaptureFixture[str]) -> None:

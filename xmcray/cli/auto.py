@@ -6,7 +6,7 @@ import argparse
 
 from xmcray import api, config
 from xmcray.cli.arguments import add_corpus, add_json
-from xmcray.cli.output import show, show_json, show_next, show_table
+from xmcray.cli.output import show_json, show_line, show_next, show_table
 
 
 def auto_options(verb: argparse.ArgumentParser) -> None:
@@ -54,5 +54,5 @@ def auto(options: argparse.Namespace) -> None:
             cells = [f"{100 * row[metric]:.2f}" for metric in METRICS]
             rows.append([row["name"], *cells])
         show_table("Test split, in percent", ["", *METRICS], rows)
-    show(f"bundle {options.out}/bundle, report {options.out}/report.html")
+    show_line(f"bundle {options.out}/bundle, report {options.out}/report.html")
     show_next(["xmcray", "search", f"{options.out}/bundle", "TEXT"])

@@ -106,7 +106,7 @@ def calibrate(options: argparse.Namespace) -> None:
     """Gives the answers of a bundle probabilities."""
     calibration = api.calibrate(options.path, options.data, options.out)
     bundle = options.out or options.path
-    show(f"{bundle}: probabilities fitted on {calibration.curves.queries:,} held-out queries")
+    show_line(f"{bundle}: probabilities fitted on {calibration.curves.queries:,} held-out queries")
     show_next(["xmcray", "evaluate", bundle, "--data", options.data])
 
 
@@ -137,7 +137,7 @@ def labels(options: argparse.Namespace) -> None:
     """Changes the labels of a bundle."""
     num_labels = api.labels(options.change, options.path, options.what, options.out)
     bundle = options.out or options.path
-    show(f"bundle {bundle} has {num_labels:,} labels")
+    show_line(f"bundle {bundle} has {num_labels:,} labels")
     show_next(["xmcray", "search", bundle, "TEXT"])
 
 
@@ -254,7 +254,7 @@ def predict(options: argparse.Namespace) -> None:
         rerank=options.rerank,
         workers=options.workers,
     )
-    show(
+    show_line(
         f"{num_queries:,} queries answered in {options.out}: predictions.npz, predictions-*.parquet"
     )
     show_next(["xmcray", "evaluate", f"{options.out}/predictions.npz", "--data", "CORPUS"])

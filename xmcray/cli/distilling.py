@@ -6,7 +6,7 @@ import argparse
 
 from xmcray import api, config
 from xmcray.cli.arguments import add_corpus
-from xmcray.cli.output import show, show_next
+from xmcray.cli.output import show_line, show_next
 
 
 def distil_options(verb: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def distil(options: argparse.Namespace) -> None:
     student = " / ".join(f"{100 * value:.1f}" for value in outcome.student)
     teacher = " / ".join(f"{100 * value:.1f}" for value in outcome.teacher)
     seen = "" if outcome.unseen_by_teacher else ", which was trained on them"
-    show(
+    show_line(
         f"P@1 / P@5 on {outcome.queries:,} held-out queries: {student}, of {options.path}"
         f" {teacher}{seen}"
     )

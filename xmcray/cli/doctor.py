@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 
 from xmcray.cli.arguments import add_json
-from xmcray.cli.output import show, show_json, show_line
+from xmcray.cli.output import show_json, show_line
 from xmcray.errors import ConfigError, ResourceError
 
 
@@ -46,7 +46,7 @@ def doctor(options: argparse.Namespace) -> None:
             finding = Finding("cluster file", "ok", f"{options.cluster_file} is fine")
             show_json([dataclasses.asdict(finding)])
         else:
-            show(f"{options.cluster_file} is fine")
+            show_line(f"{options.cluster_file} is fine")
         return
     from xmcray.doctor.look import of_cluster, of_machine
 

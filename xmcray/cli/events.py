@@ -7,7 +7,7 @@ import dataclasses
 
 from xmcray import api
 from xmcray.cli.arguments import add_json
-from xmcray.cli.output import show, show_json, show_next
+from xmcray.cli.output import show_json, show_line, show_next
 from xmcray.errors import ConfigError
 
 
@@ -70,7 +70,7 @@ def events(options: argparse.Namespace) -> None:
     if options.json:
         show_json(dataclasses.asdict(exported))
         return
-    show(
+    show_line(
         f"{options.out}: {exported.train:,} training and {exported.test:,} test queries from events"
         f" {exported.first} to {exported.last}, {exported.left_out:,} left out"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from xmcray import api
-from xmcray.cli.output import show, show_next
+from xmcray.cli.output import show_line, show_next
 
 
 def push_options(verb: argparse.ArgumentParser) -> None:
@@ -29,4 +29,4 @@ def push(options: argparse.Namespace) -> None:
     api.push(options.path, options.url, options.data)
     if not options.url.startswith("hf://datasets/"):
         show_next(["xmcray", "search", options.url, "TEXT"])
-    show(f"pushed to {options.url}")
+    show_line(f"pushed to {options.url}")

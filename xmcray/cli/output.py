@@ -14,11 +14,11 @@ from xmcray.terminal import printable, printable_json, printable_lines
 
 
 def show(content: Any) -> None:
-    """Prints a table or a line on stdout; a pipe gets lines that are not wrapped."""
+    """Prints a table, or what else rich can render, on stdout."""
     from rich.console import Console
 
-    # rich would colour numbers and paths, take [brackets] for markup and :names: for emoji, and wrap
-    # lines at 80 columns in a pipe.
+    # rich would colour numbers and paths, take [brackets] for markup and :names: for emoji, and
+    # squeeze tables into 80 columns in a pipe.
     width = None if Console().is_terminal else 160
     console = Console(highlight=False, markup=False, emoji=False, width=width)
     with output_errors():
@@ -26,7 +26,7 @@ def show(content: Any) -> None:
 
 
 class _Printable:
-    """A table or a line whose texts a terminal shows and does not obey."""
+    """Content of rich whose texts a terminal shows and does not obey."""
 
     def __init__(self, content: Any) -> None:
         self._content = content

@@ -7,7 +7,7 @@ import dataclasses
 
 from xmcray import api
 from xmcray.cli.arguments import add_config, add_json, merged_settings
-from xmcray.cli.output import show, show_json
+from xmcray.cli.output import show, show_json, show_line
 from xmcray.methods.registry import method_names
 
 # Options that go to the function of the same name as they are.
@@ -83,7 +83,10 @@ def plan(options: argparse.Namespace) -> None:
     from xmcray.planning.tables import tables
 
     for part in tables(training_plan):
-        show(part)
+        if isinstance(part, str):
+            show_line(part)
+        else:
+            show(part)
 
 
 def _number(text: str) -> float:

@@ -69,7 +69,7 @@ def promote(options: argparse.Namespace) -> None:
         _show(options, promotion.verdict)
     if promotion.version is None or options.json:
         return
-    show(f"{options.url} answers from {promotion.bundle} ({promotion.version[:12]})")
+    show_line(f"{options.url} answers from {promotion.bundle} ({promotion.version[:12]})")
     if not options.roll_back:
         show_line(f"to go back: {shlex.join(_roll_back(options))}")
 
@@ -84,7 +84,7 @@ def _show(options: argparse.Namespace, verdict: Verdict) -> None:
         return
     show(comparison_table(verdict.comparison, "new", "old"))
     if verdict.accepted:
-        show(f"the new bundle is not worse: {verdict}")
+        show_line(f"the new bundle is not worse: {verdict}")
 
 
 def _roll_back(options: argparse.Namespace) -> list[str]:

@@ -6,7 +6,7 @@ import argparse
 
 from xmcray import api
 from xmcray.cli.arguments import add_corpus, given
-from xmcray.cli.output import show, show_next
+from xmcray.cli.output import show_line, show_next
 
 NUMBERS = ("queries", "epochs", "batch_size", "negatives", "candidates", "max_len", "seed")
 
@@ -55,7 +55,7 @@ def train_reranker(options: argparse.Namespace) -> None:
     )
     before = " / ".join(f"{100 * value:.1f}" for value in outcome.before)
     after = " / ".join(f"{100 * value:.1f}" for value in outcome.after)
-    show(
+    show_line(
         f"P@1 / P@5 on held-out queries: {after}, without it {before}; weight of the bundle's score:"
         f" {outcome.weight:.3g}"
     )

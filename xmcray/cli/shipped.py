@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from xmcray import config
-from xmcray.cli.output import show, show_json, show_text
+from xmcray.cli.output import show_json, show_line, show_text
 from xmcray.errors import ConfigError
 from xmcray.methods.registry import check_method_name, method_names
 from xmcray.storage.path_errors import disk_errors
@@ -64,7 +64,7 @@ def _copy(names: list[str], out: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         with whole_file(out / name) as path:
             path.write_bytes((_ROOT / name).read_bytes())
-    show(f"{len(names)} files in {out}")
+    show_line(f"{len(names)} files in {out}")
 
 
 def schema_options(verb: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from xmcray.cli.arguments import (
     given,
     merged_settings,
 )
-from xmcray.cli.output import show, show_json, show_metrics, show_next, show_text
+from xmcray.cli.output import show, show_json, show_line, show_metrics, show_next, show_text
 from xmcray.cli.reranking import add_rerank
 from xmcray.methods.registry import check_method_name, method_names
 from xmcray.paths import kind_of
@@ -236,7 +236,7 @@ def train(options: argparse.Namespace) -> None:
         return
     if metrics is not None:
         show_metrics({Path(options.out).name: metrics})
-    show(f"bundle {options.out}/bundle, report {options.out}/report.html")
+    show_line(f"bundle {options.out}/bundle, report {options.out}/report.html")
     show_next(["xmcray", "search", f"{options.out}/bundle", "TEXT"])
 
 
@@ -372,9 +372,9 @@ def export(options: argparse.Namespace) -> None:
         show_next(["xmcray", "search", options.out, "TEXT"])
     elif options.to in ENCODER_SYSTEMS:
         trust = f", trust_remote_code={written.needs_code}" if written.needs_code else ""
-        show(f'open it with SentenceTransformer("{options.out}"{trust})')
+        show_line(f'open it with SentenceTransformer("{options.out}"{trust})')
     else:
-        show(
+        show_line(
             f"{written.num_vectors:,} label vectors; {options.out}/README.md says how to load them"
             f" into {options.to}"
         )

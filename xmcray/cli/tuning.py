@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from xmcray import api
 from xmcray.api.sweeps import DEFAULT_DRAWS, DEFAULT_KEEP, DEFAULT_TRIALS, METRIC
 from xmcray.cli.arguments import add_config, add_corpus, add_json, given
-from xmcray.cli.output import show, show_json, show_next, show_table
+from xmcray.cli.output import show_json, show_line, show_next, show_table
 from xmcray.config import merge
 from xmcray.errors import ConfigError
 from xmcray.methods.registry import check_method_name, method_names
@@ -151,7 +151,7 @@ def _tune_training(options: argparse.Namespace) -> None:
         return
     _show_trials(ranked, sweep.space, options.metric)
     best = f"{options.out}/best.yaml"
-    show(f"report {options.out}/report.html, best settings {best}")
+    show_line(f"report {options.out}/report.html, best settings {best}")
     train = ["xmcray", "train", options.method, "--data", options.data, "--config", best]
     show_next([*train, "--out", "RUN", "--refit"])
 
@@ -180,7 +180,7 @@ def _tune_bundle(options: argparse.Namespace) -> None:
         show_json(sweep.plain())
         return
     _show_settings(sweep.settings, sweep.space, options.metric)
-    show(sweep.summary)
+    show_line(sweep.summary)
     # The names of a space are of one family.
     family = next(iter(sweep.space)).partition(".")[0]
     if family == "memory":
