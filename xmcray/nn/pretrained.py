@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,9 @@ def load_model(folder: Path, dropout: float | None) -> Any:
     Args:
         folder: as `find` returns it.
         dropout: replaces the model's own rates; None keeps them.
+
+    Raises:
+        ValueError: weights are missing.
     """
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     set_dropout(config, dropout)
@@ -112,17 +115,27 @@ def load_model(folder: Path, dropout: float | None) -> Any:
         options["add_pooling_layer"] = False
     supports_sdpa = getattr(model_class, "_supports_sdpa", True)
     with quiet():
-        model = transformers.AutoModel.from_pretrained(
+        model, info = transformers.AutoModel.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
             use_safetensors=True,
             trust_remote_code=False,
             attn_implementation="sdpa" if supports_sdpa else "eager",
+            output_loading_info=True,
             **options,
         )
+    _check_complete(info["missing_keys"])
     fill_constants(model)
     return model
+
+
+def _check_complete(missing: Iterable[str]) -> None:
+    """Refuses a model of which transformers filled weights with random values."""
+    # No vector depends on a pooler, which some models have without the option to leave it out.
+    needed = sorted(name for name in missing if "pooler" not in name.split("."))
+    if needed:
+        raise ValueError(f"{len(needed)} weights are missing, such as {needed[0]}")
 
 
 def set_dropout(config: Any, dropout: float | None) -> None:

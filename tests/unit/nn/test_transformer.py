@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from models import write_bert
+from safetensors.torch import load_file, save_file
 
 from xmcray.data.tokens import TextTokenizer, from_transformer, train_wordpiece
 from xmcray.errors import BundleError, ConfigError
@@ -238,6 +239,31 @@ def test_a_folder_with_pickled_weights_only_is_refused(
         ConfigError, match=r"cannot be loaded .* needs config.json and model.safetensors"
     ):
         make(tmp_path, tokenizer)
+
+
+@pytest.mark.parametrize("change", ["layer", "prefix"])
+def test_a_model_whose_weights_do_not_fit_is_refused(
+    tokenizer: TextTokenizer, tmp_path: Path, change: str
+) -> None:
+    weights_file = write_bert(tmp_path, WORDS, layers=2) / "model.safetensors"
+    saved = load_file(weights_file)
+    if change == "layer":
+        kept = {name: weight for name, weight in saved.items() if "layer.1." not in name}
+    else:
+        kept = {f"student.{name}": weight for name, weight in saved.items()}
+    save_file(kept, weights_file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"\d+ weights are missing, such as e") as caught:
+        make(tmp_path, tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_of_a_pooler_may_be_missing(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    weights_file = write_bert(tmp_path, WORDS) / "model.safetensors"
+    saved = load_file(weights_file)
+    kept = {name: weight for name, weight in saved.items() if "pooler" not in name}
+    assert len(kept) < len(saved)
+    save_file(kept, weights_file, metadata={"format": "pt"})
+    assert make(tmp_path, tokenizer).dim
 
 
 def test_micro_batches_hold_each_text_once_and_stay_within_the_bound() -> None:
