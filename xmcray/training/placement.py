@@ -142,7 +142,7 @@ def place(
     default_wait_s = _WAIT_FOR_MACHINES_S if nodes.autoscaled else _WAIT_S
     return Placement(
         use_gpu=use_gpu,
-        threads=_threads(cluster, nodes, num_shards),
+        threads=_threads(cluster, nodes, num_shards, each),
         index_options=_index_options(cluster, nodes, num_shards, index_may_use_gpu),
         coordinator_options=_cpu_node_options(nodes),
         request=f"{min_workers} workers that ask for {_words(each)} each",
@@ -318,14 +318,16 @@ def _room(node_counts: Iterable[tuple[Resources, int]], each: Resources) -> int:
     return room
 
 
-def _threads(cluster: ClusterConfig, nodes: Nodes, num_shards: int) -> int:
+def _threads(cluster: ClusterConfig, nodes: Nodes, num_shards: int, each: Resources) -> int:
     """Returns the threads of each process; on one machine all processes together do not exceed its
     cores.
     """
     if cluster.threads_per_process:
         return cluster.threads_per_process
     nodes_with_cpus = [node for node in nodes.alive.values() if node.get("CPU")]
-    if len(nodes_with_cpus) > 1:
+    # The workers will be on nodes that are not there yet, so this machine's cores say nothing.
+    waits_for_nodes = nodes.autoscaled and nodes.room(each) < cluster.workers
+    if waits_for_nodes or len(nodes_with_cpus) > 1:
         return max(1, int(cluster.cpus_per_worker))
     return max(1, (os.cpu_count() or 1) // (cluster.workers + num_shards))
 

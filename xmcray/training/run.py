@@ -71,7 +71,8 @@ class ClusterConfig:
         device: "auto" gives each worker a GPU when the cluster has enough of them.
         cpus_per_worker: CPUs that Ray reserves for a worker.
         threads_per_process: torch, OpenMP and FAISS threads of every process; 0 is cores /
-            (workers + index actors) on one machine and `cpus_per_worker` on several.
+            (workers + index actors) on one machine and `cpus_per_worker` on several, also if an
+            autoscaler has yet to start them.
         max_failures: worker failures after which the run ends; a lost node is one.
         stall_s: seconds without a sign of life from a worker after which it counts as failed. A
             worker that lives but takes no step for so long is named in a warning; when it keeps

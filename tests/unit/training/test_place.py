@@ -150,6 +150,20 @@ def test_an_autoscaler_is_waited_for_within_its_limits(caplog: pytest.LogCapture
     assert place(config(device="gpu"), unknown, 4).use_gpu
 
 
+def test_threads_on_nodes_that_an_autoscaler_has_yet_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    settings = config(cpus_per_worker=6)
+    assert place(settings, fixed(a={"CPU": 32}, b=CPU), 4).threads == 6
+    for alive in ({"h": HEAD}, {"h": HEAD, "c": CPU}):
+        for possible in (None, [(CPU, 4)]):
+            assert place(settings, Nodes(alive, possible, autoscaled=True), 4).threads == 6
+    # All workers have room on the one machine that is there.
+    alone = Nodes({"h": {**HEAD, **CPU}}, None, autoscaled=True)
+    assert place(config(workers=2), alone, 2).threads == 2
+
+
 def test_the_configuration_on_a_head_says_what_may_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
