@@ -201,7 +201,9 @@ class TransformerEncoder(Encoder):
         if self.adapted:
             weight = next(weight for weight in self.parameters() if weight.requires_grad)
         zero = weight[:0].sum()
-        zeros_BH = table_VH.new_zeros(num_texts, table_VH.shape[1])
+        # The table of ELECTRA and ALBERT is narrower than their states.
+        hidden = int(self.model.config.hidden_size)
+        zeros_BH = table_VH.new_zeros(num_texts, hidden)
         return _at_least_float32(zero + zeros_BH)
 
     def call_costs(self, device: torch.device) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from xmcray.errors import BundleError, ConfigError
 from xmcray.nn.encoder import EncoderConfig, build_encoder, load_encoder
 from xmcray.nn.pretrained import fill_constants
 from xmcray.nn.transformer import TransformerEncoder
+from xmcray.types import Ragged
 
 WORDS = ["sort", "an", "array", "of", "numbers", "find", "the", "largest", "element", "query", "in"]
 LONG_TEXT = " ".join([*WORDS, *reversed(WORDS)])
@@ -187,6 +188,15 @@ def test_a_similarity_without_inner_product_is_refused(tmp_path: Path) -> None:
     as_sentence_transformer(tmp_path, "mean_tokens", PROMPTS, similarity="manhattan")
     with pytest.raises(BundleError, match="compares vectors by manhattan, expected cosine or dot"):
         load_encoder(tmp_path)
+
+
+@pytest.mark.parametrize("dim", [0, 5])
+def test_texts_without_tokens_have_the_width_of_the_states(tmp_path: Path, dim: int) -> None:
+    name = str(write_family(tmp_path, WORDS, "electra"))
+    tokenizer = from_transformer(name, max_len=64)
+    encoder = build_encoder(EncoderConfig(name=name, dim=dim), tokenizer, None, seed=0)
+    assert encoder(Ragged.empty(0)).shape == (0, dim or 16)
+    assert encoder(Ragged.empty(3)).shape == encoder(tokenizer.encode(TEXTS[:3])).shape
 
 
 @pytest.mark.parametrize("family", FAMILIES)
