@@ -357,13 +357,23 @@ def from_transformer(
 
 
 def declared_prompts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The prompts of "query" and "document" in the settings of a sentence-transformers folder."""
+    """The prompts of "query" and "document" in the settings of a sentence-transformers folder.
+
+    Raises:
+        ValueError: they are something else than texts by name.
+    """
     prompts = settings.get("prompts") or {}
+    if not isinstance(prompts, dict):
+        raise ValueError(f"prompts in {SENTENCE_SETTINGS} are no texts by name")
     document = ""
     # The first of these names that the folder has, as in sentence-transformers' encode_document.
     for name in reversed(_LABEL_PROMPTS):
         document = prompts.get(name, document)
-    return {"query": prompts.get("query") or "", "document": document or ""}
+    declared = {"query": prompts.get("query") or "", "document": document or ""}
+    for prompt in declared.values():
+        if not isinstance(prompt, str):
+            raise ValueError(f"prompts in {SENTENCE_SETTINGS} are no texts by name")
+    return declared
 
 
 def _load_transformer_tokenizer(name_or_path: str) -> tuple[Any, dict[str, str]]:

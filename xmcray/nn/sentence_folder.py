@@ -108,16 +108,17 @@ def read_parts(folder: Path, error_type: type[ConfigError | BundleError]) -> dic
 
     Raises:
         error_type: there is a part that this package does not have, or two of one kind.
+        ValueError: the list is malformed.
     """
     parts: dict[str, Part] = {"Pooling": {"pooling_mode": "mean"}}
     modules_file = folder / "modules.json"
     if not modules_file.is_file():
         return parts
     found: set[str] = set()
-    for module in json.loads(modules_file.read_text(encoding="utf-8")):
+    for type_name, path in _read_modules(modules_file):
         # The class alone: its module has moved between releases.
-        kind = module["type"].rsplit(".", 1)[-1]
-        part = _read_part(folder / module["path"], kind)
+        kind = type_name.rsplit(".", 1)[-1]
+        part = _read_part(folder / path, kind)
         if not _is_supported(kind, part):
             raise error_type(
                 f"encoder in {folder} has a part {kind} {part.get('pooling_mode', '')} that is not supported;"
@@ -129,8 +130,24 @@ def read_parts(folder: Path, error_type: type[ConfigError | BundleError]) -> dic
                 f"encoder in {folder} has two parts {kind}, expected one of each kind; use another model"
             )
         found.add(kind)
-        parts[kind] = {**part, "path": module["path"]}
+        parts[kind] = {**part, "path": path}
     return parts
+
+
+def _read_modules(path: Path) -> list[tuple[str, str]]:
+    """The type and the path of each part."""
+    modules = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(modules, list):
+        raise ValueError(f"{path.name} holds no list")
+    types_and_paths = []
+    for module in modules:
+        fields = module if isinstance(module, dict) else {}
+        type_name = fields.get("type")
+        part_path = fields.get("path")
+        if not isinstance(type_name, str) or not isinstance(part_path, str):
+            raise ValueError(f"{path.name} has a part without the texts type and path")
+        types_and_paths.append((type_name, part_path))
+    return types_and_paths
 
 
 def _read_part(folder: Path, kind: str) -> Part:
@@ -173,13 +190,24 @@ def pooling_of(parts: Mapping[str, Part]) -> str:
     return by_mode[mode]
 
 
-def read_projection(folder: Path, parts: Mapping[str, Part]) -> nn.Linear | None:
-    """The dense layer, or None if the folder has none."""
+def read_projection(folder: Path, parts: Mapping[str, Part], hidden: int) -> nn.Linear | None:
+    """The dense layer, or None if the folder has none.
+
+    Args:
+        folder: of the encoder.
+        parts: as `read_parts` returns them.
+        hidden: H, width of the transformer's states.
+
+    Raises:
+        ValueError: it has another width.
+    """
     if "Dense" not in parts:
         return None
     state = load_file(folder / parts["Dense"]["path"] / WEIGHTS)
     weight_DH = state["linear.weight"]
-    dim, hidden = weight_DH.shape
+    dim, width = weight_DH.shape
+    if width != hidden:
+        raise ValueError(f"its dense layer takes {width} columns, its transformer has {hidden}")
     projection = nn.Linear(hidden, dim, bias=False)
     projection.load_state_dict({"weight": weight_DH})
     return projection
@@ -200,6 +228,17 @@ def write_sentence_settings(
 
 
 def read_sentence_settings(folder: Path) -> dict[str, Any]:
-    """What `write_sentence_settings` wrote, or nothing."""
+    """What `write_sentence_settings` wrote, or nothing.
+
+    Raises:
+        ValueError: the prompts are something else than texts by name.
+    """
     path = folder / SENTENCE_SETTINGS
-    return read_json(path) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    settings = read_json(path)
+    prompts = settings.get("prompts") or {}
+    is_object = isinstance(prompts, dict)
+    if not is_object or not all(isinstance(prompt or "", str) for prompt in prompts.values()):
+        raise ValueError(f"prompts in {path.name} are no texts by name")
+    return settings

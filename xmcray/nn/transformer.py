@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from xmcray.errors import BundleError, ConfigError, one_line
+from xmcray.errors import BundleError, ConfigError, XmcrayError, one_line
 from xmcray.nn import lora, packed, pretrained, sentence_folder
 from xmcray.nn.encoder import WEIGHTS, Encoder, EncoderConfig, principal_axes
 from xmcray.nn.frozen import EncodedTexts
@@ -390,8 +390,11 @@ def open_model(
         model = pretrained.load_model(folder, dropout)
         with pretrained.quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        projection = sentence_folder.read_projection(folder, parts)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        hidden = int(model.config.hidden_size)
+        projection = sentence_folder.read_projection(folder, parts, hidden)
+    except (XmcrayError, MemoryError):
+        raise
+    except Exception as error:  # transformers and safetensors raise errors of many kinds
         raise error_type(
             f"encoder in {folder} cannot be loaded ({one_line(error)}); it needs config.json and {WEIGHTS}"
         ) from None
