@@ -29,6 +29,8 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "modernbert": ("ModernBertConfig", {"local_attention": 8, "global_attn_every_n_layers": 2}),
     # A decoder, in which two heads of queries share keys and values.
     "qwen3": ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 4}),
+    # An encoder-decoder, of which only the encoder is used.
+    "t5": ("T5Config", {"d_kv": 4, "d_ff": 32}),
     # Its table of tokens is narrower than its states.
     "electra": ("ElectraConfig", {"embedding_size": 8}),
 }

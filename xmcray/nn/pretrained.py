@@ -104,18 +104,19 @@ def load_model(folder: Path, dropout: float | None) -> Any:
         dropout: replaces the model's own rates; None keeps them.
 
     Raises:
-        ValueError: weights are missing.
+        ValueError: weights are missing, or it is an encoder-decoder whose encoder cannot be loaded
+            alone.
     """
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     set_dropout(config, dropout)
     options: dict[str, Any] = {}
-    model_class: Any = transformers.MODEL_MAPPING.get(type(config), None)
+    loader, model_class = _loader_and_class(config)
     # An unused pooler would have parameters without a gradient.
     if model_class and "add_pooling_layer" in inspect.signature(model_class).parameters:
         options["add_pooling_layer"] = False
     supports_sdpa = getattr(model_class, "_supports_sdpa", True)
     with quiet():
-        model, info = transformers.AutoModel.from_pretrained(
+        model, info = loader.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
@@ -128,6 +129,20 @@ def load_model(folder: Path, dropout: float | None) -> Any:
     _check_complete(info["missing_keys"])
     fill_constants(model)
     return model
+
+
+def _loader_and_class(config: Any) -> tuple[Any, Any]:
+    """What loads a model with these settings, and the model's class, which may be None."""
+    config_type = type(config)
+    # Of the type, because a folder with the encoder alone says that it has no decoder.
+    if not getattr(config_type, "is_encoder_decoder", False):
+        return transformers.AutoModel, transformers.MODEL_MAPPING.get(config_type, None)
+    encoder_class = transformers.MODEL_FOR_TEXT_ENCODING_MAPPING.get(config_type, None)
+    if encoder_class is None:
+        raise ValueError(
+            f"{config.model_type} is an encoder-decoder, of which only T5 and its relatives are supported"
+        )
+    return transformers.AutoModelForTextEncoding, encoder_class
 
 
 def _check_complete(missing: Iterable[str]) -> None:

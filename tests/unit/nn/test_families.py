@@ -31,6 +31,7 @@ POOLINGS = {
     "mpnet": "mean_tokens",
     "modernbert": "mean_tokens",
     "qwen3": "lasttoken",
+    "t5": "mean_tokens",
 }
 
 
@@ -62,6 +63,8 @@ def pooled(states_BTH: Tensor, mask_BT: Tensor, pooling: str) -> Tensor:
 def vectors_of_transformers(folder: Path, prompt: str) -> Tensor:
     """Vectors of `TEXTS` by the transformers library, padded on the tokenizer's own side."""
     model = transformers.AutoModel.from_pretrained(folder).eval()
+    if folder.name == "t5":
+        model = model.encoder
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     batch = tokenizer([prompt + text for text in TEXTS], padding=True, return_tensors="pt")
     assert tokenizer.padding_side == ("left" if folder.name == "qwen3" else "right")
@@ -181,6 +184,26 @@ def test_prompts_that_are_set_replace_those_of_the_folder(plain: Path, tmp_path:
         np.testing.assert_array_equal(queries.values, expected.values)
     with pytest.raises(ConfigError, match="label_max_len is 4, but the prompt"):
         from_transformer(str(plain), 64, 4, label_prompt="sort an array ")
+
+
+def test_an_encoder_decoder_learns_as_an_encoder(tmp_path: Path) -> None:
+    name = str(write_family(tmp_path / "t5", WORDS, "t5"))
+    tokenizer = from_transformer(name, max_len=64)
+    encoder = build_encoder(EncoderConfig(name=name, dim=8), tokenizer, None, seed=0)
+    encoder(tokenizer.encode(TEXTS)).square().sum().backward()
+    assert all(weight.grad is not None for weight in encoder.parameters())
+    assert not [weight for weight, _ in encoder.named_parameters() if "decoder" in weight]
+
+
+def test_an_encoder_decoder_whose_encoder_cannot_be_loaded_alone_is_refused(
+    plain: Path, tmp_path: Path
+) -> None:
+    tokenizer = from_transformer(str(plain), max_len=64)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+    transformers.BartConfig(vocab_size=64, **sizes).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="bart is an encoder-decoder, of which only T5") as caught:
+        build_encoder(EncoderConfig(name=str(tmp_path)), tokenizer, None, seed=0)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_similarity_without_inner_product_is_refused(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ POOLINGS = {
     "mpnet": "mean_tokens",
     "modernbert": "mean_tokens",
     "qwen3": "lasttoken",
+    "t5": "mean_tokens",
 }
 MAX_LEN = 64
 
