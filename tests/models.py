@@ -31,6 +31,16 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 4}),
     # An encoder-decoder, of which only the encoder is used.
     "t5": ("T5Config", {"d_kv": 4, "d_ff": 32}),
+    # Attention sees the distance of two tokens, which has no limit.
+    "deberta-v2": (
+        "DebertaV2Config",
+        {
+            "relative_attention": True,
+            "position_buckets": 8,
+            "pos_att_type": ["p2c", "c2p"],
+            "position_biased_input": False,
+        },
+    ),
     # Its table of tokens is narrower than its states.
     "electra": ("ElectraConfig", {"embedding_size": 8}),
 }

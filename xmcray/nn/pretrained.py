@@ -174,10 +174,27 @@ def fill_constants(model: nn.Module) -> None:
         elif name.endswith("token_type_ids"):
             buffer.zero_()
     for module in model.modules():
-        if "RotaryEmbedding" in type(module).__name__ and hasattr(module, "config"):
+        if _rotates(module) and hasattr(module, "config"):
             # Its buffers follow from the model's settings alone.
             for name, buffer in type(module)(module.config).named_buffers():
                 module.get_buffer(name).copy_(buffer)
+
+
+def stated_limit(model: nn.Module) -> int | None:
+    """Tokens of a text that a model's settings allow; None if it reads longer ones as well.
+
+    Some models read a few tokens less, because rows of their table of positions are for padding,
+    and others have relative positions and read more.
+    """
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if any(_rotates(module) for module in model.modules()):
+        return None
+    return int(limit) if limit and limit > 0 else None
+
+
+def _rotates(module: nn.Module) -> bool:
+    """Whether a module turns positions into rotations, of which any position has one."""
+    return "RotaryEmbedding" in type(module).__name__
 
 
 @contextlib.contextmanager

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 FITTED_TEXTS = 32_768
 # Similarities that an inner product stands for, perhaps of normalised vectors.
 SIMILARITIES = (None, "cosine", "dot", "dot_product")
+# At least the rows that a table of positions keeps for padding; RoBERTa's keeps two.
+RESERVED_POSITIONS = 8
 
 
 class TransformerEncoder(Encoder):
@@ -301,10 +303,11 @@ def build(config: EncoderConfig, tokenizer: TextTokenizer, seed: int) -> Transfo
     """The transformer `config.name`, with the configured projection and pooling.
 
     Raises:
-        ConfigError: no such model, or the corpus has another tokenizer.
+        ConfigError: no such model, or the corpus has another tokenizer or longer texts.
     """
     encoder = open_model(pretrained.find(config.name), ConfigError, config.dropout)
     _check_vocabulary(encoder.model, config.name, tokenizer)
+    _check_length(encoder, config.name, tokenizer.max_len)
     hidden = int(encoder.model.config.hidden_size)
     # All that a frozen encoder can learn is a projection.
     needs_projection = config.frozen and config.dim > 0 and encoder.projection is None
@@ -417,3 +420,36 @@ def _check_vocabulary(model: Any, name: str, tokenizer: TextTokenizer) -> None:
             f"the corpus was prepared with a {tokenizer.kind} tokenizer of {tokenizer.vocab_size} tokens, encoder"
             f" {name!r} needs its own ({num_rows} rows); prepare the corpus again with --tokenizer {name}"
         )
+
+
+def _check_length(encoder: TransformerEncoder, name: str, max_len: int) -> None:
+    """Refuses texts that are longer than the model's table of positions.
+
+    Which length fits is tried, because the settings alone do not say it.
+    """
+    limit = pretrained.stated_limit(encoder.model)
+    if limit is None:
+        return
+    longest = min(max_len, limit + 1)
+    shortest = limit - RESERVED_POSITIONS
+    for num_tokens in range(longest, shortest, -1):
+        if not _reads(encoder, num_tokens):
+            continue
+        if num_tokens < longest:
+            raise ConfigError(
+                f"the corpus keeps up to {max_len} tokens of a text (max_len), {name} reads at most {num_tokens};"
+                f" prepare it again with --max-len {num_tokens}"
+            )
+        return
+
+
+def _reads(encoder: TransformerEncoder, num_tokens: int) -> bool:
+    """Whether the transformer encodes a text of so many tokens."""
+    text = np.zeros(num_tokens, np.int64)
+    encoder.eval()
+    try:
+        with torch.no_grad():
+            encoder.pooled(Ragged.from_rows([text]))
+    except (IndexError, RuntimeError):  # a position without a row; a buffer that is too short
+        return False
+    return True

@@ -206,6 +206,37 @@ def test_an_encoder_decoder_whose_encoder_cannot_be_loaded_alone_is_refused(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "most"),
+    [
+        ("bert", 512),
+        ("electra", 512),
+        ("roberta", 510),
+        ("mpnet", 510),
+        ("modernbert", None),
+        ("qwen3", None),
+        ("t5", None),
+        ("deberta-v2", None),
+    ],
+)
+def test_texts_beyond_the_positions_of_a_model_are_refused(
+    family: str, most: int | None, tmp_path: Path
+) -> None:
+    name = str(write_family(tmp_path / family, WORDS, family))
+    config = EncoderConfig(name=name, dim=8)
+    longest = from_transformer(name, max_len=most or 600)
+    encoder = build_encoder(config, longest, None, seed=0)
+    vectors = encoder(longest.encode(["sort " * 700]))
+    assert vectors.isfinite().all()
+    if most is None:
+        return
+    for max_len in (most + 1, 1 << 20):
+        longer = from_transformer(name, max_len=max_len)
+        expected = rf"keeps up to {max_len} tokens .* reads at most {most}; .* --max-len {most}$"
+        with pytest.raises(ConfigError, match=expected):
+            build_encoder(config, longer, None, seed=0)
+
+
 def test_a_similarity_without_inner_product_is_refused(tmp_path: Path) -> None:
     write_bert(tmp_path, WORDS)
     as_sentence_transformer(tmp_path, "mean_tokens", PROMPTS, similarity="manhattan")
