@@ -632,10 +632,14 @@ def test_a_job_is_its_verb(name: str, tmp_path: Path) -> None:
 def test_a_job_uploads_the_code_and_nothing_else() -> None:
     excludes = yaml.safe_load((ROOT / "jobs" / "runtime_env.yaml").read_text())["excludes"]
     assert {"/.git/", "/.venv/", "/data/", "/runs/"} <= set(excludes)
-    # Folders that the commands of the documents write next to the code.
+    # What the commands of the documents write next to the code: folders, tokens, raw data.
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for folder in re.findall(r"--out ([a-z]+)/", page.read_text(encoding="utf-8")):
+        text = page.read_text(encoding="utf-8")
+        for folder in re.findall(r"--out ([a-z][a-z-]*)", text):
             assert f"/{folder}/" in excludes, page
+        for token in re.findall(r"(?:\$PWD/|token-file |> )([a-z-]*token)\b", text):
+            assert f"/{token}" in excludes, page
+    assert {"/RAW/", "/state/", "/token", "/admin-token"} <= set(excludes)
     assert all(
         pattern.startswith("/") for pattern in excludes
     )  # "data" would leave out xmcray/data
