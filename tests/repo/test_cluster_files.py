@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,17 @@ def test_ray_takes_the_cluster_files(name: str, tmp_path: Path) -> None:
         for local in values["file_mounts"].values()
         if "~" not in local and not (ROOT / local).exists()
     ] == []
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_nodes_get_all_that_the_package_is_built_of(name: str) -> None:
+    mounts = cloud(name)["file_mounts"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    links = (ROOT / "xmcray" / "files").iterdir()
+    needed = {link.resolve().relative_to(ROOT).parts[0] for link in links}
+    needed |= {"pyproject.toml", "constraints.txt", "xmcray"}
+    needed |= {project["readme"], *project["license-files"]}
+    assert {path for path in needed if mounts.get(f"~/xmcray/{path}") != path} == set()
 
 
 Change = Callable[[dict[str, Any]], Any]
