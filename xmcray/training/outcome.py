@@ -69,6 +69,7 @@ def measure(search: Search, corpus: Corpus, split: str, **options: Any) -> Evalu
         num_train=corpus.card.num_train,
         a=corpus.card.propensity_a,
         b=corpus.card.propensity_b,
+        removed=corpus.removed_labels,
         **options,
     )
 

@@ -172,6 +172,12 @@ def test_a_sweep_of_a_memory_measures_what_its_bundle_answers(
     assert swept.settings[0].metrics == metrics.result()
 
 
+def test_they_belong_to_no_segment_of_an_evaluation(corpus: Corpus) -> None:
+    evaluation = measure(nearest_queries(corpus, "test"), corpus, "test")
+    num_labels = sum(segment["labels"] for segment in evaluation.segments)
+    assert num_labels == NUM_LABELS - len(REMOVED_LABELS)
+
+
 def test_auto_measures_as_evaluate_does(corpus: Corpus) -> None:
     search = nearest_queries(corpus, "test")
     rows = np.arange(corpus.card.num_test)
