@@ -32,9 +32,14 @@ from common import new_parser, recall_of, refuse_if_busy, write_table
 from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index import Index
 from xmcray.retrieval.index_building import build_index
-from xmcray.retrieval.index_spec import FLAT_ROWS, IndexSpec, num_lists, resolve_factory
+from xmcray.retrieval.index_spec import (
+    ANSWER_RECALL,
+    FLAT_ROWS,
+    IndexSpec,
+    num_lists,
+    resolve_factory,
+)
 from xmcray.retrieval.index_tuning import tune
-from xmcray.training.export import index_spec
 
 DIM = 256
 LATENT_DIM = 64
@@ -181,7 +186,7 @@ def index_sides(rows: np.ndarray, tuning: np.ndarray) -> Iterator[Side]:
             index = build_index(rows, IndexSpec(factory=factory), queries=tuning)
             path.parent.mkdir(parents=True, exist_ok=True)
             index.save(path)
-        for recall in (index_spec(0, {}).recall, 0.96, RECALL):
+        for recall in (ANSWER_RECALL, 0.96, RECALL):
             index = Index.load(path, torch.from_numpy(rows))
             tune(index, tuning, IndexSpec(recall=recall))
             effort = f"nprobe {index.nprobe}" if index.nprobe else f"breadth {index.breadth}"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from xmcray.methods.registry import method_entry, method_names
+from xmcray.retrieval.index_spec import answer_spec
 from xmcray.serving.settings import ServeConfig
-from xmcray.training.export import index_spec
 from xmcray.training.run import OPTIONAL_SECTIONS, RunConfig
 from xmcray.training.settings_schema import meanings_of
 
@@ -37,7 +37,7 @@ def page() -> str:
         parts.append(section(name, kind(), f"`{name}` of {', '.join(methods)}"))
     for name in method_names():
         parts += [section("method", method_entry(name).config_type(), f"`method` of {name}")]
-    parts.append(section("index", index_spec(0, {}), "`index` of `xmcray export --set`"))
+    parts.append(section("index", answer_spec({}), "`index` of `xmcray export --set`"))
     served = ServeConfig(bundles={"name": "folder"})
     parts.append(section("", served, "Settings of `xmcray serve --set`"))
     return "\n".join(parts)

@@ -19,7 +19,7 @@ from xmcray import api, cli
 from xmcray.api import preparing
 from xmcray.api.settings_sources import merged
 from xmcray.data.formats import detect
-from xmcray.errors import DataError, XmcrayError
+from xmcray.errors import ConfigError, DataError, XmcrayError
 
 CLASSES = {"Client", "Retriever"}
 FUNCTIONS = sorted(set(xmcray.__all__) - CLASSES)
@@ -118,6 +118,8 @@ def test_mistakes_are_reported_before_torch_is_loaded(tmp_path: Path) -> None:
         "    lambda: xmcray.promote('a', 'b', roll_back=True),\n"
         "    lambda: xmcray.promote('a', 'b'),\n"
         "    lambda: xmcray.labels('rename', 'b', []),\n"
+        "    lambda: xmcray.labels('remove', 'b', '12'),\n"
+        "    lambda: xmcray.fuse('b', 'c', 'o'),\n"
         "    lambda: xmcray.events('s', 'o', after=-1),\n"
         "]\n"
         "for call in calls:\n"
@@ -128,7 +130,7 @@ def test_mistakes_are_reported_before_torch_is_loaded(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
     )
-    assert result.stdout.splitlines() == ["0"] * 8 + ["[]"]
+    assert result.stdout.splitlines() == ["0"] * 10 + ["[]"]
 
 
 def test_settings_come_from_files_and_values_the_later_over_the_earlier(tmp_path: Path) -> None:
@@ -168,6 +170,15 @@ def test_mistakes_are_raised_as_one_line(tmp_path: Path) -> None:
             call()
         assert "\n" not in str(raised.value)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("uid", ["12", Path("12")])
+def test_a_single_uid_or_path_is_no_list(uid: str | Path, tmp_path: Path) -> None:
+    """A text would be taken for a list of its letters: labels "1" and "2"."""
+    with pytest.raises(ConfigError, match=r"what is '12', expected a list; write \['12'\]"):
+        xmcray.labels("remove", tmp_path / "bundle", uid)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"paths is '12', expected a list; write \['12'\]"):
+        xmcray.fuse(uid, "corpus", tmp_path / "fused")  # type: ignore[arg-type]
 
 
 def test_labels_of_tables_are_uids_also_if_they_are_integers() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from xmcray import config as configs
-from xmcray.api.settings_sources import Location, Settings, merged, text_of
+from xmcray.api.settings_sources import Location, Settings, merged, text_of, texts_of
 from xmcray.paths import bundle_at
 
 if TYPE_CHECKING:
@@ -73,10 +73,11 @@ def fuse(
     Returns:
         The weights, and what each part is worth.
     Raises:
-        ConfigError: an unknown metric, or runs that held other queries out.
+        ConfigError: `paths` is no list, an unknown metric, or runs that held other queries out.
         DataError: bundles and corpus do not belong together.
         StorageError: `out` exists, or the disk is full.
     """
+    members = texts_of("paths", paths)
     from xmcray.data.corpus import Corpus
     from xmcray.progress import counting
     from xmcray.storage.artifact import refuse_existing
@@ -87,7 +88,7 @@ def fuse(
     corpus, *retokenized = [Corpus.open(os.fspath(path)) for path in corpora]
     with counting("training queries", corpus.card.num_train, progress) as count:
         return write_fused(
-            [os.fspath(path) for path in paths],
+            members,
             corpus,
             os.fspath(out),
             retokenized=retokenized,
@@ -132,15 +133,16 @@ def labels(
     Returns:
         The number of labels that the bundle then has.
     Raises:
+        ConfigError: `what` is no list.
         DataError: a line is malformed, or a uid is unknown or there already.
         StorageError: the bundle is damaged or being changed, or `out` exists.
     """
     configs.check_choice("change", change, ("add", "remove", "annotate"))
+    names = texts_of("what", what)
     from xmcray.retrieval import labels as changes
 
     bundle = os.fspath(path)
     target = text_of(out)
-    names = [os.fspath(name) for name in what]
     if change == "add":
         return changes.add_labels(bundle, changes.read_new_labels(names), target)
     if change == "annotate":

@@ -259,7 +259,7 @@ def export(
     corpus_path = text_of(data)
     if to is not None:
         configs.check_choice("to", to, (*VECTOR_SYSTEMS, *ENCODER_SYSTEMS))
-    if (to is not None or dim is not None) and settings:
+    if to is not None and settings:
         raise ConfigError(
             "settings are for the index of a new bundle, expected none; leave out config and set"
         )
@@ -268,7 +268,7 @@ def export(
     if dim is not None:
         from xmcray.retrieval.prefix import cut_bundle
 
-        cut_bundle(bundle_at(origin, corpus_path), target, dim)
+        cut_bundle(bundle_at(origin, corpus_path), target, dim, settings)
     elif to in ENCODER_SYSTEMS:
         from xmcray.retrieval.encoder_export import export_encoder
 

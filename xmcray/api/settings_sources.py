@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xmcray import config as configs
+from xmcray.errors import ConfigError
 
 # A folder or URL; corpora and runs are paths too.
 Location = str | os.PathLike[str]
@@ -18,6 +19,21 @@ Settings = Location | Mapping[str, Any] | Sequence[Location | Mapping[str, Any]]
 def text_of(path: Location | None) -> str | None:
     """A path as a text; None if there is none."""
     return None if path is None else os.fspath(path)
+
+
+def texts_of(name: str, items: Sequence[Location]) -> list[str]:
+    """A list of paths or uids as texts.
+
+    Args:
+        name: of the argument.
+        items: the list.
+    Raises:
+        ConfigError: it is a single text, which would be taken for a list of its letters, or a path.
+    """
+    if isinstance(items, str | os.PathLike):
+        text = os.fspath(items)
+        raise ConfigError(f"{name} is {text!r}, expected a list; write [{text!r}]")
+    return [os.fspath(item) for item in items]
 
 
 def merged(config: Settings) -> dict[str, Any]:

@@ -156,6 +156,7 @@ def evaluate(
     exact: Search | None = None,
     exact_sample: int = 1000,
     grades: Grades | None = None,
+    removed: Int64Array | None = None,
     resamples: int = 1000,
     seed: int = 0,
 ) -> Evaluation:
@@ -177,13 +178,14 @@ def evaluate(
         exact_sample: queries of that sample (seeded).
         grades: rows -> relevance of each positive that `truth` returns. If given, nDCG is measured
             with graded gains too.
+        removed: int64, source ids of labels that are no answers any more.
         resamples: number of resamples of the bootstrap; 0 leaves the intervals out.
         seed: seed of the bootstrap and of the sample.
     Raises:
         DataError: no query has a positive, or the answers do not fit the corpus.
     """
     num_labels = len(train_counts)
-    metrics = Metrics(train_counts, num_train, a, b, num_labels)
+    metrics = Metrics(train_counts, num_train, a, b, num_labels, removed)
     sums = _Sums(metrics, Reliability(num_labels), GradedNdcg())
     query_ids = []
     for span in spans(num_queries, chunk):
@@ -414,7 +416,7 @@ def _segments(metrics: Metrics, values: dict[str, float]) -> list[dict[str, Any]
     """Segments from rare to frequent. Labels without a training query come first, as "unseen"."""
     macro_f1 = f"macroF1@{F1_CUTOFF}"
     rows = []
-    unseen = metrics.train_counts <= 0
+    unseen = metrics.is_answerable & (metrics.train_counts <= 0)
     if unseen.any():
         group = _group(metrics, unseen)
         rows.append({"name": "unseen", "range": "0", **group, macro_f1: None})
@@ -432,7 +434,8 @@ def _deciles(metrics: Metrics) -> list[dict[str, Any]]:
     rows = []
     # Rare labels first; of equal counts by id, so that groups are the same for all runs.
     by_count = np.argsort(metrics.train_counts, kind="stable")
-    deciles = np.array_split(by_count, 10)
+    is_answerable = metrics.is_answerable[by_count]
+    deciles = np.array_split(by_count[is_answerable], 10)
     for number, members in enumerate(deciles, start=1):
         # With fewer than ten labels, the last groups are empty.
         if not len(members):

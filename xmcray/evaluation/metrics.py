@@ -12,7 +12,7 @@
               nDCG@k with the relevance of a positive as its gain; only if the raw files have it
     MRR@k     1 / rank of the first hit among the first k answers, 0 without one
     coverage@k
-              share of the labels that are among the first k answers of some query
+              share of the labels that were not removed which are among the first k answers of some query
     macroF1@k F1 of each label over all queries' first k answers, averaged over the labels of a
               frequency segment that have a positive in the truth
 
@@ -102,7 +102,7 @@ def inverse_propensity(
 class Metrics:
     """All metrics over chunks of queries.
 
-    Memory: 28 bytes per label and 28 float32 per query (kept for the bootstrap), never queries x
+    Memory: 29 bytes per label and 28 float32 per query (kept for the bootstrap), never queries x
     labels.
 
     Args:
@@ -111,6 +111,7 @@ class Metrics:
         a: the propensity constant A.
         b: the propensity constant B.
         num_labels: L.
+        removed: int64, ids of labels that are no answers any more; they belong to no group of labels.
     Raises:
         DataError: the counts are not those of L labels.
     """
@@ -122,6 +123,7 @@ class Metrics:
         a: float,
         b: float,
         num_labels: int,
+        removed: Int64Array | None = None,
     ) -> None:
         if len(train_counts) != num_labels:
             raise DataError(
@@ -130,6 +132,9 @@ class Metrics:
         self.train_counts = np.asarray(train_counts, np.int64)
         self.weights = inverse_propensity(train_counts, num_train, a, b)
         self.num_labels = num_labels
+        self.is_answerable = np.ones(num_labels, bool)
+        if removed is not None:
+            self.is_answerable[removed] = False
         self.queries = 0
         self.left_out = 0
         # Per label, hits and answers among the first F1_CUTOFF answers of all queries.
@@ -153,6 +158,7 @@ class Metrics:
             card.propensity_a,
             card.propensity_b,
             card.num_labels,
+            corpus.removed_labels,
         )
 
     def update(self, top: TopLabels, truth: Ragged) -> BoolArray:
@@ -196,7 +202,8 @@ class Metrics:
         values = {}
         for name, gain in self._gains.items():
             values[name] = gain / self._divisors[name]
-        values[f"coverage@{F1_CUTOFF}"] = float((self.answered > 0).mean())
+        is_answered = self.answered[self.is_answerable] > 0
+        values[f"coverage@{F1_CUTOFF}"] = float(is_answered.mean())
         # F1 = 2 TP / (2 TP + FP + FN), and 2 TP + FP + FN = answers + positives.
         # A label with neither is in no segment's mean; 1 keeps its division defined.
         answers_and_positives = np.maximum(self.answered + self.positives, 1)
@@ -210,8 +217,8 @@ class Metrics:
         return values
 
     def segment(self, low: int, high: int | None) -> BoolArray:
-        """bool [L]: labels with low < training count <= high."""
-        members = self.train_counts > low
+        """bool [L]: labels with low < training count <= high that were not removed."""
+        members = self.is_answerable & (self.train_counts > low)
         if high is not None:
             members &= self.train_counts <= high
         return members

@@ -155,6 +155,16 @@ def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> spa
     return matrix
 
 
+def without_labels(matrix: sparse.csr_matrix, label_ids: Int64Array) -> sparse.csr_matrix:
+    """The same predictions without the answers that name some labels; stored zeros stay."""
+    is_kept_P = ~np.isin(matrix.indices, label_ids)
+    # Number of answers that are kept among the first 0, 1, 2 ... of all rows.
+    num_kept = np.concatenate([[0], np.cumsum(is_kept_P)])
+    offsets = num_kept[matrix.indptr]
+    kept = (matrix.data[is_kept_P], matrix.indices[is_kept_P], offsets)
+    return sparse.csr_matrix(kept, shape=matrix.shape)
+
+
 def predictions_to_top_labels(
     matrix: sparse.csr_matrix,
     rows: Int64Array,

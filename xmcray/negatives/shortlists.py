@@ -103,6 +103,7 @@ class ShortlistFeed:
         self.clusters: QueryClusters | None = None
         self.blocked_s = 0.0
         self.broken_at_step: int | None = None
+        self._has_warned = False
         self._checks = VersionChecks()
         self._publisher = Publisher(ledger, index_rows if config.hard else None, first_label)
 
@@ -117,7 +118,8 @@ class ShortlistFeed:
         Switches versions when the schedule says so, and clusters when an epoch starts.
 
         Raises:
-            ShortlistError: the negatives in use are older than `max_age` epochs.
+            ShortlistError: the negatives in use are older than `max_age` epochs, or there are none
+                so many epochs after the first were due.
         """
         if not self.active:
             return None
@@ -330,11 +332,35 @@ class ShortlistFeed:
 
     def _check_age(self, step: int) -> None:
         age = self.age(step)
+        if age is None:
+            self._check_missing(step)
+            return
         limit = (self.config.max_age + self.config.refresh_every) * self.steps_per_epoch
-        if age is not None and age > limit:
+        if age > limit:
             raise ShortlistError(
                 f"hard negatives are {age} steps old at step {step}, allowed are {limit}: the negative pool does not"
                 " answer; look at its log, or raise negatives.max_age"
+            )
+
+    def _check_missing(self, step: int) -> None:
+        """Checks that the first version is not too late, while there is none at all."""
+        due_step = self.config.start_epoch * self.steps_per_epoch
+        if step < due_step:
+            return
+        # Nothing has an age yet, so the epochs count from when version 0 was due.
+        limit = due_step + self.config.max_age * self.steps_per_epoch
+        if step > limit:
+            raise ShortlistError(
+                f"hard negatives are missing at step {step}, due at step {due_step}, allowed until step {limit}: the"
+                " negative pool does not answer; look at its log, or raise negatives.max_age"
+            )
+        # The schedule "scheduled" has said so when it gave up waiting.
+        if self.config.schedule == "eager" and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "hard negatives of version 0 were not ready at step %d; training goes on without, until step %d at most",
+                step,
+                limit,
             )
 
     def _restore_ledger(self, inputs: Mapping[str, str], published: Sequence[int]) -> None:

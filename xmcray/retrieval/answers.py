@@ -19,7 +19,7 @@ class VotingQuery:
     Attributes:
         uid: names the query in the user's files.
         text: its text.
-        weight: its part of the answer's probability.
+        weight: its part of the answer's score.
     """
 
     uid: str
@@ -35,13 +35,14 @@ class FoundLabel:
         label_id: source id, the label's line in the user's files.
         uid: names the label in the user's files.
         text: its text.
-        score: inner product of query and label vector. With a memory the probability; above 1 for a
-            label that joined later and is nearer than all keys; the inner product minus 2 for a
-            label without votes, which follows those with votes.
+        score: inner product of query and label vector. With a memory the share of the votes; above 1
+            for a label that joined later and is nearer than all keys, or if votes count by
+            relevance (`data.relevance`); the inner product minus 2 for a label without votes, which
+            follows those with votes.
         probability: that the label is relevant (calibration.py); None if the bundle is not
             calibrated.
         voters: with `explain`, the training queries that voted for the label, the largest weight
-            first. The vote of the label's own text is the rest of the probability.
+            first. The vote of the label's own text is the rest of the score.
         parts: with `explain`, how much each part of a fused bundle added to the score; None for
             other bundles.
     """

@@ -75,7 +75,7 @@ class LabelAttributes:
 
     Attributes:
         num_labels: L.
-        names: names of the attributes that a label has or had, sorted.
+        names: names of the attributes that a label has, sorted.
     """
 
     def __init__(self, num_labels: int, columns: Mapping[str, pa.Array] | None = None) -> None:
@@ -158,12 +158,19 @@ class LabelAttributes:
             rows: by source id all attributes of a label, in place of those before.
         Raises:
             ConfigError: a set is malformed, a value has another type than the same attribute of
-                other labels, or there are too many attributes.
+                labels that keep theirs, or there are too many attributes.
         """
         assert num_labels >= self.num_labels
         if not rows and num_labels == self.num_labels:
             return self
-        names = set(self.names)
+        replaced_ids = pa.array([label for label in rows if label < self.num_labels], pa.int64())
+        kept_columns = {}
+        for name, column in self._columns.items():
+            kept = _without(column, replaced_ids)
+            # Without any value it has no type either, and the new values choose one.
+            if kept.null_count < len(kept):
+                kept_columns[name] = kept
+        names = set(kept_columns)
         for row in rows.values():
             names.update(attribute_set(row))
         if len(names) > MAX_NAMES:
@@ -178,7 +185,7 @@ class LabelAttributes:
         places = pa.array(place_L, mask=place_L < 0)
         columns = {}
         for name in names:
-            old = self._columns.get(name)
+            old = kept_columns.get(name)
             new = [row.get(name) for row in rows.values()]
             kind = _TYPES[_common_kind(name, old, new)]
             if old is None:
@@ -188,6 +195,17 @@ class LabelAttributes:
             old_and_new = pa.concat_arrays([old, pa.array(new, kind)])
             columns[name] = old_and_new.take(places)
         return LabelAttributes(num_labels, columns)
+
+
+def _without(column: pa.Array, label_ids: pa.Array) -> pa.Array:
+    """A column in which some labels lack the attribute."""
+    values = column.take(label_ids)
+    # Mostly they lack it already, and the column need not be copied.
+    if values.null_count == len(values):
+        return column
+    is_removed = np.zeros(len(column), bool)
+    is_removed[label_ids.to_numpy()] = True
+    return column.take(pa.array(np.arange(len(column)), mask=is_removed))
 
 
 def attribute_set(value: object) -> dict[str, Scalar]:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from xmcray import config as configs
 from xmcray.config import check_ranges
+from xmcray.errors import ConfigError
 from xmcray.retrieval import inverted_lists
 from xmcray.retrieval.exact import exact_device_bytes
 
 # Up to so many rows an exhaustive search costs no more than building, tuning and searching lists.
 FLAT_ROWS = 50_000
+# Of the index of a bundle: answers are for users, hard negatives may miss more.
+ANSWER_RECALL = 0.99
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +44,29 @@ class IndexSpec:
 
     def __post_init__(self) -> None:
         check_ranges(self, "index", recall=(0, 1), nprobe=0, candidates=0, ef_search=0)
+
+
+def answer_spec(settings: Mapping[str, Any], *, seed: int = 0, factory: str = "auto") -> IndexSpec:
+    """How a bundle's vectors are indexed: the defaults, with section `index` of `settings` over them.
+
+    Args:
+        settings: by section.
+        seed: if `settings` has none.
+        factory: if `settings` has none.
+    Raises:
+        ConfigError: `settings` has something else than settings of an index.
+    """
+    for name in settings:
+        if name != "index":
+            raise ConfigError(
+                f"an export takes settings of the index alone, found {name!r};"
+                " give it to `xmcray train`"
+            )
+    section = settings.get("index", {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"index is {section!r}, expected a section with settings")
+    defaults = configs.dump(IndexSpec(factory=factory, recall=ANSWER_RECALL, seed=seed))
+    return configs.build(IndexSpec, {**defaults, **section}, "index.")
 
 
 def resolve_factory(factory: str, rows: int, dim: int) -> str:

@@ -55,6 +55,7 @@ class _Tuning:
         self.spec = spec
         self.queries = np.ascontiguousarray(queries[:TUNE_QUERIES], np.float32)
         self.k = min(TUNE_K, len(index))
+        self.few = min(FEW_ANSWERS, len(index))
         self.exact_ids = exact_search(index.vectors, self.queries, self.k).ids
         self.all_rows = AnswerableRows.of(len(index), len(self.queries), None, None)
 
@@ -85,7 +86,7 @@ class _Tuning:
 
     def recall_of_few(self) -> float:
         """Recall of FEW_ANSWERS in the visited lists."""
-        return self._recall(self._best_of_lists(FEW_ANSWERS))
+        return self._recall(self._best_of_lists(self.few))
 
     def choose_candidates(self, wanted: float, wanted_of_few: float) -> float:
         """Sets the number of candidates per answer, which makes up for short codes.
@@ -101,7 +102,7 @@ class _Tuning:
         for candidates in steps:
             self.index.candidates = candidates
             recall = self._recall_of_candidates(self.k)
-            if recall >= wanted and self._recall_of_candidates(FEW_ANSWERS) >= wanted_of_few:
+            if recall >= wanted and self._recall_of_candidates(self.few) >= wanted_of_few:
                 break
         return recall
 

@@ -5,8 +5,9 @@ Little is lost if the encoder was trained with `encoder.matryoshka` (Kusupati et
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from xmcray.nn.label_side import LabelSide, load_label_side
 from xmcray.retrieval.attributes import FILE as ATTRIBUTES
 from xmcray.retrieval.bundle import KIND, Settings, read_labels, read_settings
 from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
-from xmcray.retrieval.index_spec import IndexSpec
+from xmcray.retrieval.index_spec import answer_spec
 from xmcray.retrieval.shards import ShardBuild, open_vectors, vectors_name
 from xmcray.storage.artifact import open_artifact
 from xmcray.types import Float32Array, spans
@@ -25,23 +26,32 @@ from xmcray.types import Float32Array, spans
 _BLOCK_ROWS = 65_536
 
 
-def cut_bundle(bundle: str | Path, out: str | Path, dim: int) -> None:
+def cut_bundle(
+    bundle: str | Path,
+    out: str | Path,
+    dim: int,
+    config: Mapping[str, Any] | None = None,
+) -> None:
     """Writes a bundle with the first `dim` columns of another one's vectors.
 
-    Vectors of length 1 get that length again, so scores stay cosines. On failure nothing is left at
-    `out`.
+    Vectors of length 1 get that length again, so scores stay cosines. Scores change, so the new
+    bundle has no probabilities. On failure nothing is left at `out`.
 
     Args:
         bundle: folder or URL.
         out: folder or URL that does not exist yet.
         dim: columns that are kept.
+        config: section `index`: fields of IndexSpec by name. Without a factory string the index is
+            of the kind that the bundle has.
 
     Raises:
-        ConfigError: it has not more columns, or they mean something else than those of the encoder.
+        ConfigError: `config` has something else than settings of an index; the bundle has not more
+            columns, or they mean something else than those of the encoder.
         StorageError: the bundle is damaged, `out` exists, or the disk is full.
     """
     folder, manifest = open_artifact(bundle, KIND)
     settings = read_settings(folder)
+    spec = answer_spec(config or {}, factory=settings.factory)
     head = load_head(folder / "head")
     side = load_label_side(folder / "label_side")
     labels, row_labels, removed = read_labels(folder, settings)
@@ -76,9 +86,8 @@ def cut_bundle(bundle: str | Path, out: str | Path, dim: int) -> None:
         vectors=_cut_vectors(folder, settings, dim, is_normalised),
         removed=removed,
     )
-    build = ShardBuild(spec=IndexSpec(factory=settings.factory))
     about = {**manifest.about, "prefix_of": manifest.sha256, "prefix_dim": dim}
-    write_bundle(out, cut_model, cut_labels, build, about)
+    write_bundle(out, cut_model, cut_labels, ShardBuild(spec=spec), about)
 
 
 def _cut_vectors(

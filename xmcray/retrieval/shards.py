@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from xmcray.errors import BundleError, one_line
+from xmcray.errors import BundleError, ConfigError, one_line
 from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.retrieval.exact import as_tensor, empty_keys, from_keys, to_keys
 from xmcray.retrieval.few_queries import MOST_QUERIES
@@ -31,6 +32,8 @@ from xmcray.retrieval.index import Index
 from xmcray.retrieval.index_building import build_index
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
+
+logger = logging.getLogger(__name__)
 
 SHARD_ROWS = 1_000_000
 BUILD_FLOATS = 1 << 30  # vectors whose indexes are built at the same time
@@ -345,9 +348,20 @@ def _build_pool(at_once: int, index_threads: int) -> Iterator[ThreadPoolExecutor
 def _write_index(
     folder: Path, number: int, shard: VectorShard, dim: int, build: ShardBuild, threads: int
 ) -> VectorShard:
-    """Builds the index of a shard whose vectors are written; returns the shard with its index."""
+    """Builds the index of a shard whose vectors are written; returns the shard with its index.
+
+    The last of several shards gets no index if it has too few rows for one.
+    """
     rows = _read_vectors(folder / vectors_name(number), len(shard), dim).numpy()
-    index = build_index(rows, build.spec, threads=threads, queries=build.queries)
+    is_short = number > 0 and len(shard) < build.shard_rows
+    try:
+        index = build_index(rows, build.spec, threads=threads, queries=build.queries)
+    except ConfigError as error:
+        # A factory string that fits no shard is refused by the first one.
+        if not is_short:
+            raise
+        logger.warning("the last %d vectors are searched without an index: %s", len(shard), error)
+        return shard
     if index.is_exact:
         return shard
     index.save(folder / _index_name(number))

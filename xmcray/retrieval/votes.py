@@ -103,7 +103,7 @@ class Votes:
     of_labels: Float64Array
 
     def share(self, weight: float) -> Float64Array:
-        """float64 [P], the probability of each pair."""
+        """float64 [P], the probability of each pair; it may be above 1, see `rank_votes`."""
         return weight * self.of_queries + (1 - weight) * self.of_labels
 
 
@@ -229,11 +229,12 @@ def count_votes(
 def rank_votes(
     votes: Votes, weight: float, k: int, fallback: TopLabels, num_labels: int
 ) -> TopLabels:
-    """The k most probable labels, equal ones by lower source id, with float32 probabilities.
+    """The k labels with the largest shares, equal ones by lower source id, with float32 shares.
 
     If fewer than k labels got votes, labels of `fallback` follow in its order. Their scores are
-    inner products minus 2, which is negative for vectors of length 1. Only a label that joined later
-    can have a probability above 1. It becomes 1 plus its logarithm.
+    inner products minus 2, which is negative for vectors of length 1. A label that joined later can
+    have a share above 1, and so can any label if votes are multiplied by relevance / mean relevance
+    (`data.relevance`): such shares are no probabilities. A share above 1 becomes 1 plus its logarithm.
 
     Args:
         votes: the votes of B queries.

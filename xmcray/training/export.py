@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from xmcray import config as configs
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
-from xmcray.errors import ConfigError, RunError
+from xmcray.errors import RunError
 from xmcray.nn.encoder import ENCODERS
 from xmcray.nn.label_side import LabelSide
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.calibration import Calibration
-from xmcray.retrieval.index_spec import IndexSpec
+from xmcray.retrieval.index_spec import answer_spec
 from xmcray.retrieval.memory import remember
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ShardBuild
@@ -37,7 +36,6 @@ from xmcray.types import Float32Array, Int64Array, Ragged, id_blocks
 
 _ROWS = 1_000_000  # labels whose vectors are made at once
 _TUNE_QUERIES = 256  # training queries that the index is tuned by
-_RECALL = 0.99  # of the index: answers are for users, hard negatives may miss more
 
 
 def export_run(
@@ -61,7 +59,7 @@ def export_run(
     """
     refuse_existing(out)
     seed = run.config.optim.seed
-    spec = index_spec(seed, settings or {})
+    spec = answer_spec(settings or {}, seed=seed)
     last = last_checkpoint(run)
     if corpus is None:
         corpus = open_corpus(run)
@@ -172,25 +170,6 @@ def of_all_labels(read: Callable[[Int64Array], Iterable[str]], num_labels: int) 
     """Strings of all labels, read in blocks."""
     for label_ids in id_blocks(num_labels):
         yield from read(label_ids)
-
-
-def index_spec(seed: int, settings: Mapping[str, Any]) -> IndexSpec:
-    """How a bundle's vectors are indexed: the defaults, with section `index` of `settings` over them.
-
-    Raises:
-        ConfigError: as for `export_run`.
-    """
-    for name in settings:
-        if name != "index":
-            raise ConfigError(
-                f"an export takes settings of the index alone, found {name!r};"
-                " give it to `xmcray train`"
-            )
-    section = settings.get("index", {})
-    if not isinstance(section, Mapping):
-        raise ConfigError(f"index is {section!r}, expected a section with settings")
-    defaults = configs.dump(IndexSpec(recall=_RECALL, seed=seed))
-    return configs.build(IndexSpec, {**defaults, **section}, "index.")
 
 
 def last_checkpoint(run: Run) -> Checkpoint:

@@ -41,7 +41,15 @@ from xmcray.storage.manifest import FileEntry, read_manifest
 from xmcray.storage.remote import is_url
 from xmcray.training.held_out import held_out_by, relevance_of, without_voters
 from xmcray.training.outcome import bundle_of, check_fits
-from xmcray.training.part_weights import MEMORY_KEYS, METRICS, WORD_KEYS, Choice, WeightSearch
+from xmcray.training.part_weights import (
+    DEPTH,
+    MEMORY_KEYS,
+    METRICS,
+    SUMMED,
+    WORD_KEYS,
+    Choice,
+    WeightSearch,
+)
 from xmcray.training.probability_curves import fit_calibration
 from xmcray.training.run import SELECTION, Run
 from xmcray.types import Float32Array, Int64Array, Ragged, spans
@@ -87,7 +95,7 @@ def fuse(
         out: folder or URL that does not exist yet.
         retokenized: the same queries and labels prepared with other tokenizers, if a run was
             trained on these.
-        metrics: the metrics whose mean is maximised.
+        metrics: the metrics whose mean is maximised, of `part_weights.SUMMED`.
         most_queries: held-out queries by which weights are chosen; fewer take less time.
         choice: weights that were chosen before; `paths` are the runs of its members, in order.
         threads: of building indexes.
@@ -95,14 +103,13 @@ def fuse(
     Returns:
         The weights, and why.
     Raises:
-        ConfigError: no query was held out by all runs, or an unknown metric.
+        ConfigError: no query was held out by all runs, or a metric that cannot be maximised.
         DataError: bundles and corpus do not belong together.
         StorageError: `out` is not empty, or the disk is full.
     """
     refuse_existing(out)
     for name in metrics:
-        if name not in MAIN_METRICS:
-            raise ConfigError(configs.unknown("metric", name, list(MAIN_METRICS)))
+        _check_metric(name)
     for other in retokenized:
         _check_same_texts(corpus, other)
     sources = [_source(path, [corpus, *retokenized]) for path in paths]
@@ -118,6 +125,17 @@ def fuse(
             chosen_by = _spread(held_out, most_queries)
             choice = _chosen(selected, words, corpus, chosen_by, metrics)
         return _fuse(sources, selected, words, corpus, held_out, choice, write, out)
+
+
+def _check_metric(name: str) -> None:
+    """Raises ConfigError for a metric by which weights cannot be chosen."""
+    if name in SUMMED:
+        return
+    if name in MAIN_METRICS:
+        raise ConfigError(
+            f"metric {name!r} is no sum over the hits among {DEPTH} answers, expected one of {', '.join(SUMMED)}"
+        )
+    raise ConfigError(configs.unknown("metric", name, SUMMED))
 
 
 def _chosen(

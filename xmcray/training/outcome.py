@@ -18,6 +18,7 @@ from xmcray.evaluation.evaluate import SEARCH_K, Evaluation, Search, evaluate
 from xmcray.evaluation.predictions import (
     predictions_to_top_labels,
     read_predictions,
+    without_labels,
     writing_predictions,
 )
 from xmcray.evaluation.report import write_report
@@ -68,6 +69,7 @@ def measure(search: Search, corpus: Corpus, split: str, **options: Any) -> Evalu
         num_train=corpus.card.num_train,
         a=corpus.card.propensity_a,
         b=corpus.card.propensity_b,
+        removed=corpus.removed_labels,
         **options,
     )
 
@@ -163,7 +165,7 @@ def nearest_queries(corpus: Corpus, split: str) -> Search:
 
 
 def stored_answers(path: str, corpus: Corpus, split: str) -> Search:
-    """The answers of a prediction file as a search, with filter pairs masked.
+    """The answers of a prediction file as a search, with filter pairs and removed labels masked.
 
     Raises:
         DataError: the file is malformed or of another corpus.
@@ -171,7 +173,9 @@ def stored_answers(path: str, corpus: Corpus, split: str) -> Search:
     queries = corpus.split(split)
     num_labels = corpus.card.num_labels
     width = min(SEARCH_K, num_labels)
-    matrix = read_predictions(path, len(queries), num_labels)
+    stored = read_predictions(path, len(queries), num_labels)
+    # Another program, or a bundle before the removal, may have answered with them.
+    matrix = without_labels(stored, corpus.removed_labels)
     return lambda rows: predictions_to_top_labels(matrix, rows, width, queries.filters(rows))
 
 

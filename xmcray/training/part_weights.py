@@ -34,7 +34,10 @@ MEMORY_KEYS = 50
 # more free weight is expected to help on new queries (Akaike's criterion).
 LARGEST_P_VALUE = 0.157
 PERMUTATIONS = 4999
-DEPTH = 10  # answers per query that are measured, because no metric looks at more
+DEPTH = 10  # answers per query that are measured, because no metric of SUMMED looks at more
+# Metrics to which each hit adds, whatever the other answers are. R@100 needs more answers than DEPTH,
+# and MRR@10 counts the first hit alone.
+SUMMED = tuple(name for name in MAIN_METRICS if name not in ("R@100", "MRR@10"))
 _START = 0.5  # each weight at the start
 _ROUNDS = 6
 _LEAST_GAIN = 1e-9  # smaller gains of the objective are rounding
@@ -114,7 +117,7 @@ class WeightSearch:
         candidates: of all queries, in order.
         truth: positives of the queries.
         start: settings that name the members, and how many training queries vote by vectors.
-        metrics: names of the metrics whose mean is maximised.
+        metrics: names in SUMMED of the metrics whose mean is maximised.
     """
 
     def __init__(

@@ -161,6 +161,7 @@ def measure_newest(
         num_train=card.num_train,
         a=card.propensity_a,
         b=card.propensity_b,
+        removed=corpus.removed_labels,
         resamples=0,
         progress=progress,
     )

@@ -157,6 +157,7 @@ def evaluate_rows(search: Search, corpus: Corpus, rows: Int64Array) -> Evaluatio
         num_train=card.num_train,
         a=card.propensity_a,
         b=card.propensity_b,
+        removed=corpus.removed_labels,
     )
 
 

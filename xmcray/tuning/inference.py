@@ -33,7 +33,7 @@ from xmcray.retrieval import bundle as bundles
 from xmcray.retrieval.fused import fixed_parts
 from xmcray.retrieval.index import Index
 from xmcray.retrieval.index_building import build_index
-from xmcray.retrieval.index_spec import IndexSpec
+from xmcray.retrieval.index_spec import IndexSpec, answer_spec
 from xmcray.retrieval.memory import Memory, rows_of_memory
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.retriever import Retriever
@@ -42,7 +42,7 @@ from xmcray.retrieval.votes import VOTE_QUERIES, MemoryConfig, sweep
 from xmcray.storage.artifact import open_artifact
 from xmcray.storage.whole_files import read_json, write_json, write_text
 from xmcray.storage.work_folder import FolderKind
-from xmcray.training.export import index_spec, sample_rows
+from xmcray.training.export import sample_rows
 from xmcray.training.held_out import held_out_by
 from xmcray.training.outcome import check_fits
 from xmcray.training.run import OPTIONAL_SECTIONS
@@ -445,7 +445,7 @@ def _sweep_index(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSetting
     rows = sample_rows(held_out.data.num_train, held_out.seed)
     train = held_out.data.corpus.split("train")
     sample = retriever.encode(train.tokens(rows))
-    default = index_spec(held_out.seed, {})
+    default = answer_spec({}, seed=held_out.seed)
 
     # Settings of the search alone share an index.
     @functools.cache

@@ -154,6 +154,26 @@ def test_segments_and_deciles_add_up_to_p_at_5() -> None:
         assert rarer["max_count"] <= more_frequent["min_count"]
 
 
+def test_removed_labels_belong_to_no_group() -> None:
+    removed = np.arange(0, NUM_LABELS, 3)
+    truth = TRUTH.where(~np.isin(TRUTH.values, removed))
+    scores = NOISE + 2.0 * RELEVANT
+    scores[:, removed] = -np.inf
+    evaluation = evaluate(
+        lambda rows: top_k(scores[rows], 100),
+        truth.take,
+        **CORPUS,
+        removed=removed,
+        resamples=0,
+    )
+    for groups in (evaluation.segments, evaluation.deciles):
+        assert sum(group["labels"] for group in groups) == NUM_LABELS - len(removed)
+        assert sum(group["positives"] for group in groups) == len(truth.values)
+        assert sum(group["P@5"] for group in groups) == pytest.approx(evaluation.metrics["P@5"])
+    # Label 3, the only one without training queries, was removed.
+    assert "unseen" not in [segment["name"] for segment in evaluation.segments]
+
+
 def test_json_holds_the_promised_keys() -> None:
     text = json.dumps(run(2.0).to_json(), allow_nan=False)
     loaded = json.loads(text)

@@ -94,6 +94,15 @@ def test_values_derived_by_hand() -> None:
     assert result["coverage@5"] == pytest.approx(5 / 6)
 
 
+def test_coverage_is_of_the_labels_that_were_not_removed() -> None:
+    counts = np.arange(1, 7)
+    metrics = Metrics(counts, num_train=100, a=A, b=B, num_labels=6, removed=np.array([2, 4]))
+    metrics.update(answers([0, 1], [0, 3]), Ragged.from_rows([[0], [3]]))
+    # Of labels 0, 1, 3 and 5 the first three are answers.
+    assert metrics.result()["coverage@5"] == 3 / 4
+    assert metrics.segment(0, 10).tolist() == [True, True, False, True, False, True]
+
+
 def test_a_query_without_a_hit_has_no_reciprocal_rank() -> None:
     top = answers([0, 1], [2, -1])
     truth = Ragged.from_rows([[5], [3]])

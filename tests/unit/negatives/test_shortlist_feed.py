@@ -175,6 +175,34 @@ def test_negatives_may_be_as_old_as_a_refresh_and_the_limit(tmp_path: Path) -> N
     feed.close()
 
 
+@pytest.mark.parametrize("schedule", ["eager", "scheduled"])
+def test_negatives_may_be_missing_for_as_long_as_the_limit(tmp_path: Path, schedule: str) -> None:
+    refresher = FakeRefresher(num_completed=0)
+    feed = feed_in(tmp_path, refresher, wait_s=0.0, max_age=1, schedule=schedule)
+    # Due at step 4; allowed is 1 epoch of 2 steps more.
+    assert versions_of(feed, 7) == [None] * 7
+    with pytest.raises(
+        ShortlistError, match="missing at step 7, due at step 4, allowed until step 6"
+    ):
+        feed.before_step(7)
+    feed.close()
+
+
+@pytest.mark.parametrize("schedule", ["eager", "scheduled"])
+def test_missing_negatives_are_said_once(
+    tmp_path: Path, schedule: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    refresher = FakeRefresher(num_completed=0)
+    feed = feed_in(tmp_path, refresher, wait_s=0.0, schedule=schedule)
+    versions_of(feed, 4)
+    assert not caplog.records, "they are not due yet"
+    for step in range(4, 12):
+        feed.before_step(step)
+    (record,) = caplog.records
+    assert "hard negatives of version 0 were not ready at step 4" in record.getMessage()
+    feed.close()
+
+
 def test_eager_looks_for_a_newer_version_every_eighth_step(tmp_path: Path) -> None:
     feed = feed_in(tmp_path, FakeRefresher(), schedule="eager")
     versions = versions_of(feed)

@@ -213,6 +213,26 @@ def test_an_attribute_has_one_type() -> None:
         KNOWN.with_rows(5, {0: {f"n{i}": 1 for i in range(128)}})
 
 
+def test_the_type_of_an_attribute_can_be_corrected() -> None:
+    texts = LabelAttributes(3).with_rows(3, {0: {"price": "19.5"}, 1: {"price": "7"}})
+    with pytest.raises(ConfigError, match="attribute 'price' of other labels is of type string"):
+        texts.with_rows(3, {0: {"price": 19.5}})
+
+    # All of its labels at once, also with new labels among them.
+    numbers = texts.with_rows(4, {0: {"price": 19.5}, 1: {}, 3: {"price": 7}})
+    assert numbers.of([0, 1, 2, 3]) == [{"price": 19.5}, {}, {}, {"price": 7}]
+    assert numbers.mask({"price": Range(gt=10)}).tolist() == [True, False, False, False]
+
+    # Or first without it, which also frees its place among the names.
+    without = texts.with_rows(3, {0: {}, 1: {"lang": "de"}})
+    assert without.names == ("lang",)
+    assert without.with_rows(3, {2: {"price": True}}).of([2]) == [{"price": True}]
+
+    # An integer that is no float does not count if its label gets another value.
+    large = LabelAttributes(2).with_rows(2, {0: {"year": 2**62 + 1}, 1: {"year": 3}})
+    assert large.with_rows(2, {0: {"year": 0.5}}).of([0, 1]) == [{"year": 0.5}, {"year": 3}]
+
+
 def test_a_million_labels_take_milliseconds() -> None:
     rng, number = np.random.default_rng(0), 1_000_000
     some = {i: {"lang": "abcd"[i % 4], "price": float(p)} for i, p in enumerate(rng.random(1000))}

@@ -299,6 +299,16 @@ def test_empty_shard():
     assert np.isneginf(top.scores).all()
 
 
+@pytest.mark.parametrize("factory", ["IVF1,Flat", "IVF1,SQ8", "HNSW4", "HNSW4,SQ8", "SQ8"])
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_fewer_rows_than_few_answers_are_indexed(clustered, factory, num_rows):
+    rows = clustered[0][:num_rows]
+    queries = clustered[1]
+    index = build_index(rows, IndexSpec(factory=factory), queries=queries)
+    expected = exact_search(rows, queries, num_rows)
+    np.testing.assert_array_equal(index.search(queries, num_rows).ids, expected.ids)
+
+
 @pytest.mark.parametrize("factory", ["IVF16,", "nonsense", "PQ7"])
 def test_a_bad_factory_is_one_line(clustered, factory):
     with pytest.raises(ConfigError, match="index factory") as error:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from bundles import DIM, TEXTS, write_bundle_of
 
+from xmcray.api import export
 from xmcray.errors import ConfigError
 from xmcray.nn.label_side import load_label_side
+from xmcray.retrieval import shards
 from xmcray.retrieval.bundle import read_settings
+from xmcray.retrieval.index import Index
+from xmcray.retrieval.index_building import build_index
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.new_vectors import new_vectors
 from xmcray.retrieval.prefix import cut_bundle
 from xmcray.retrieval.retriever import Retriever
+from xmcray.types import Float32Array
 
 QUERIES = ["matrix norm", "solve inverse trace", "sort join"]
 
@@ -41,6 +48,42 @@ def test_answers_are_those_of_the_first_columns(tmp_path: Path, kind: str) -> No
     assert new_vectors(
         cut, load_label_side(tmp_path / "cut" / "label_side"), ["norm matrix"]
     ).shape == (1, 6)
+
+
+@pytest.mark.parametrize(
+    ("config", "recall", "factory"),
+    [
+        ({}, 0.99, "IVF8,Flat"),
+        ({"index": {"recall": 0.9}}, 0.9, "IVF8,Flat"),
+        ({"index": {"factory": "IVF4,Flat"}}, 0.99, "IVF4,Flat"),
+    ],
+)
+def test_the_index_is_that_of_an_export(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: dict[str, Any],
+    recall: float,
+    factory: str,
+) -> None:
+    bundle = write_bundle_of(tmp_path / "whole", "textsIVF")
+    built: list[IndexSpec] = []
+
+    def noting(rows: Float32Array, spec: IndexSpec, **options: Any) -> Index:
+        built.append(spec)
+        return build_index(rows, spec, **options)
+
+    monkeypatch.setattr(shards, "build_index", noting)
+    export(bundle, tmp_path / "cut", config, dim=6)
+
+    assert {(spec.recall, spec.factory) for spec in built} == {(recall, factory)}
+    assert read_settings(tmp_path / "cut").factory == factory
+
+
+def test_other_settings_are_refused_with_fewer_columns(tmp_path: Path) -> None:
+    bundle = write_bundle_of(tmp_path / "whole", "texts")
+    with pytest.raises(ConfigError, match="settings of the index alone, found 'optim'"):
+        export(bundle, tmp_path / "cut", {"optim.lr": 1}, dim=6)
+    assert not (tmp_path / "cut").exists()
 
 
 @pytest.mark.parametrize(

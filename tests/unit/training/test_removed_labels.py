@@ -16,6 +16,7 @@ from torch import Tensor
 
 from xmcray.data.corpus import KIND, REMOVED, Corpus
 from xmcray.evaluation.metrics import Metrics
+from xmcray.evaluation.predictions import write_predictions
 from xmcray.nn.cross_encoder import CrossEncoder, Pair
 from xmcray.retrieval import memory as memories
 from xmcray.retrieval.parts import MemberConfig, PartsConfig
@@ -26,13 +27,13 @@ from xmcray.storage.manifest import finish_manifest
 from xmcray.training import fuse as fusing
 from xmcray.training.fuse import write_parts
 from xmcray.training.held_out import held_out_by, without_voters
-from xmcray.training.outcome import measure, nearest_queries
+from xmcray.training.outcome import measure, nearest_queries, stored_answers
 from xmcray.training.part_weights import WeightSearch
 from xmcray.training.train_reranker import RerankTraining, train_reranker
 from xmcray.tuning.auto_results import evaluate_rows
 from xmcray.tuning.inference import sweep_bundle
 from xmcray.tuning.space import Choice
-from xmcray.types import Ragged
+from xmcray.types import Ragged, TopLabels
 
 NUM_LABELS = 23
 REMOVED_LABELS = np.arange(0, NUM_LABELS, 3)
@@ -135,6 +136,22 @@ def test_the_nearest_training_queries_do_not_answer_with_them(corpus: Corpus) ->
     assert not np.isin(answers, REMOVED_LABELS).any()
 
 
+def test_a_file_of_predictions_does_not_answer_with_them(corpus: Corpus, tmp_path: Path) -> None:
+    search = nearest_queries(corpus, "test")
+    answers = search(np.arange(corpus.card.num_test))
+    # The file scores them above all other labels.
+    removed_ids = np.tile(REMOVED_LABELS, (len(answers.ids), 1))
+    removed_scores = np.full(removed_ids.shape, 1e6, np.float32)
+    ids = np.hstack([removed_ids, answers.ids])
+    scores = np.hstack([removed_scores, answers.scores])
+    path = write_predictions(tmp_path / "p.npz", [TopLabels(ids, scores)], NUM_LABELS)
+
+    stored = stored_answers(str(path), corpus, "test")
+
+    expected = measure(search, corpus, "test").metrics
+    assert measure(stored, corpus, "test").metrics == expected
+
+
 def test_a_sweep_of_a_memory_measures_what_its_bundle_answers(
     corpus: Corpus, tmp_path: Path
 ) -> None:
@@ -153,6 +170,12 @@ def test_a_sweep_of_a_memory_measures_what_its_bundle_answers(
     metrics = Metrics.of_corpus(corpus)
     metrics.update(top, corpus.answerable(train.positives(rows)))
     assert swept.settings[0].metrics == metrics.result()
+
+
+def test_they_belong_to_no_segment_of_an_evaluation(corpus: Corpus) -> None:
+    evaluation = measure(nearest_queries(corpus, "test"), corpus, "test")
+    num_labels = sum(segment["labels"] for segment in evaluation.segments)
+    assert num_labels == NUM_LABELS - len(REMOVED_LABELS)
 
 
 def test_auto_measures_as_evaluate_does(corpus: Corpus) -> None:
