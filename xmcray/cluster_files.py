@@ -70,10 +70,17 @@ def check_cluster_file(path: str | Path) -> None:
             f"cluster file {path} {problem}, expected a YAML file for `ray up` or KubeRay;"
             " `xmcray files cluster/aws.yaml` prints one (azure.yaml, gcp.yaml, kuberay/raycluster.yaml)"
         )
-    values = configs.load_yaml(str(path))
-    if str(values.get("apiVersion", "")).startswith("ray.io"):
-        _check_manifest(path, values)
+    documents = configs.load_yaml_documents(str(path))
+    manifests = [document for document in documents if "apiVersion" in document]
+    if manifests:
+        for manifest in manifests:
+            _check_manifest(path, manifest)
         return
+    if len(documents) > 1:
+        raise ConfigError(
+            f"{path} has {len(documents)} documents, expected one for `ray up`; {_CLUSTER_EXAMPLE}"
+        )
+    values = documents[0] if documents else {}
     _check_fields(path, values)
     _check_with_ray(path, values)
     _check_placeholders(path, values)
@@ -83,13 +90,15 @@ def check_cluster_file(path: str | Path) -> None:
 
 
 def _check_manifest(path: str | Path, values: Mapping[str, Any]) -> None:
-    """Checks a RayCluster, RayJob or RayService for what `kubectl apply --dry-run=server` does not
-    know.
+    """Checks a manifest for what `kubectl apply --dry-run=server` does not know: placeholders, and
+    Ray's rules for a RayCluster, RayJob or RayService.
     """
     from xmcray.ray_adapter.cluster import ray_version
     from xmcray.ray_adapter.private import autoscaling_config_of
 
     _check_placeholders(path, values)
+    if not str(values["apiVersion"]).startswith("ray.io"):
+        return
     spec = values.get("spec")
     if not isinstance(spec, Mapping):
         raise ConfigError(f"{path}: spec is {spec!r}, expected a section; {_MANIFEST_EXAMPLE}")

@@ -5,6 +5,7 @@ This module knows no particular section of a configuration.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -170,22 +171,46 @@ def load_yaml(source: str) -> dict[str, Any]:
         text = _text_of("space", source, _space_files())
     else:
         text = _text_of_file(source)
-    try:
-        values = yaml.load(text, _UniqueKeys)
-    # PyYAML raises other errors for some values, such as a date that does not exist.
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{source} is not valid YAML: {one_line(error)}") from None
-    if values is None:  # an empty file, or comments only
-        return {}
-    if not isinstance(values, dict):
-        kind = type(values).__name__
-        raise ConfigError(f"{source} holds a {kind}, expected a mapping of settings")
+    with _yaml_errors(source):
+        document = yaml.load(text, _UniqueKeys)
+    values = _mapping(source, document)
     if source.startswith("preset:"):
         # With the name of its method, a preset is refused as a whole if another method is trained.
         # Without it, the message would be about one of its settings.
         method, _, _ = source.removeprefix("preset:").partition("/")
         return {"method_name": method, **values}
     return values
+
+
+def load_yaml_documents(source: str) -> list[dict[str, Any]]:
+    """Reads the documents of a file, which lines of `---` separate; empty ones are left out.
+
+    Raises:
+        ConfigError: no such file, or a document that is not a YAML mapping.
+    """
+    text = _text_of_file(source)
+    with _yaml_errors(source):
+        documents = list(yaml.load_all(text, _UniqueKeys))
+    return [_mapping(source, document) for document in documents if document is not None]
+
+
+@contextlib.contextmanager
+def _yaml_errors(source: str) -> Iterator[None]:
+    try:
+        yield
+    # PyYAML raises other errors for some values, such as a date that does not exist.
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{source} is not valid YAML: {one_line(error)}") from None
+
+
+def _mapping(source: str, document: Any) -> dict[str, Any]:
+    """The settings in a document; none in one that is empty or has comments only."""
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        kind = type(document).__name__
+        raise ConfigError(f"{source} holds a {kind}, expected a mapping of settings")
+    return document
 
 
 def _text_of_file(source: str) -> str:

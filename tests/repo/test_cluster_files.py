@@ -208,6 +208,18 @@ def test_spot_first_then_on_demand(name: str) -> None:
     assert launched(name, INDEX_ACTOR, 4) == {"index-spot": 1}
 
 
+def test_each_documented_build_of_the_cpu_image_names_an_index_of_its_wheels() -> None:
+    # The lock pins CPU wheels of torch, which the default index does not have.
+    assert re.search(r"^torch==\S+\+cpu\b", (ROOT / "requirements.lock").read_text(), flags=re.M)
+    pages = [ROOT / "README.md", CLUSTER / "Dockerfile", CLUSTER / "README.md"]
+    builds = []
+    for page in [*pages, *(ROOT / "docs").glob("*.md")]:
+        lines = page.read_text(encoding="utf-8").splitlines()
+        builds += [line for line in lines if "docker build" in line and "--target cpu" in line]
+    assert len(builds) >= 2
+    assert [line for line in builds if "--build-arg PIP_EXTRA_INDEX_URL " not in line] == []
+
+
 def test_the_image_is_pinned_and_runs_as_nobody() -> None:
     text = (CLUSTER / "Dockerfile").read_text(encoding="utf-8")
     code = re.sub(r"^#.*\n", "", text, flags=re.M).replace("\\\n", " ")

@@ -105,6 +105,29 @@ def test_kuberay_takes_the_manifests(
         assert len(kuberay(wrong)) == 1
 
 
+@pytest.mark.parametrize("name", ["raycluster", "rayjob", "rayservice", "shared"])
+def test_manifests_of_several_documents_are_checked(name: str, tmp_path: Path) -> None:
+    manifest = CLUSTER / "kuberay" / f"{name}.yaml"
+    with pytest.raises(ConfigError, match=f"still holds {PLACEHOLDER}"):
+        check_cluster_file(manifest)
+    path = tmp_path / "manifests.yaml"
+    text = manifest.read_text().replace(PLACEHOLDER, "mine")
+    path.write_text(text)
+    check_cluster_file(path)
+    # A mistake in a later document is found too.
+    cluster = (CLUSTER / "kuberay" / "raycluster.yaml").read_text()
+    path.write_text(f"{text}\n---\n{cluster}")
+    with pytest.raises(ConfigError, match=f"still holds {PLACEHOLDER}"):
+        check_cluster_file(path)
+
+
+def test_a_file_for_ray_up_has_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    path.write_text("cluster_name: a\n---\ncluster_name: b\n")
+    with pytest.raises(ConfigError, match=r"has 2 documents, expected one for `ray up`"):
+        check_cluster_file(path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -26,12 +26,21 @@ HUB_FILES = [
     "*/config.json",
     "*_Dense/model.safetensors",
 ]
-# Names of dropout rates in the settings of BERT and of DistilBERT.
+# Names of dropout rates in the settings of models. Rates of heads, which are not used, have others.
 _DROPOUT_RATES = (
-    "hidden_dropout_prob",
+    "hidden_dropout_prob",  # BERT and its relatives
     "attention_probs_dropout_prob",
-    "dropout",
+    "dropout",  # DistilBERT, XLNet
     "attention_dropout",
+    "activation_dropout",  # Funnel
+    "hidden_dropout",  # Bloom, Falcon, GPT-NeoX
+    "embedding_dropout",  # ModernBERT
+    "mlp_dropout",
+    "dropout_rate",  # T5
+    "resid_pdrop",  # GPT-2, Phi
+    "embd_pdrop",
+    "attn_pdrop",
+    "emb_pdrop",  # MPT
 )
 
 
@@ -154,12 +163,21 @@ def _check_complete(missing: Iterable[str]) -> None:
 
 
 def set_dropout(config: Any, dropout: float | None) -> None:
-    """Replaces the dropout rates in a model's settings; None keeps them."""
+    """Replaces the dropout rates in a model's settings; None keeps them.
+
+    Raises:
+        ConfigError: the settings have no rate that could be replaced.
+    """
     if dropout is None:
         return
-    for name in _DROPOUT_RATES:
-        if hasattr(config, name):
-            setattr(config, name, dropout)
+    names = [name for name in _DROPOUT_RATES if hasattr(config, name)]
+    for name in names:
+        setattr(config, name, dropout)
+    if dropout and not names:
+        raise ConfigError(
+            f"encoder.dropout is {dropout:g}, but a model of type {config.model_type} has no dropout;"
+            " leave it out"
+        )
 
 
 def fill_constants(model: nn.Module) -> None:

@@ -21,6 +21,7 @@ from xmcray.storage.whole_files import read_json
 
 # Prompts and similarity; data/tokens.py reads the prompts too.
 SENTENCE_SETTINGS = "config_sentence_transformers.json"
+TRANSFORMER_SETTINGS = "sentence_bert_config.json"
 # How sentence-transformers names the ways of pooling.
 POOLINGS = {
     "mean": "mean",
@@ -63,7 +64,7 @@ def write_parts(
         projection: the bias-free dense layer, or None.
         normalize: whether vectors are divided by their lengths.
     """
-    save_settings(folder / "sentence_bert_config.json", _TRANSFORMER_SETTINGS)
+    save_settings(folder / TRANSFORMER_SETTINGS, _TRANSFORMER_SETTINGS)
     # The transformer lies in the folder itself, the other parts in folders by number and kind.
     modules = [_module(0, "Transformer", "")]
 
@@ -211,6 +212,12 @@ def read_projection(folder: Path, parts: Mapping[str, Part], hidden: int) -> nn.
     projection = nn.Linear(hidden, dim, bias=False)
     projection.load_state_dict({"weight": weight_DH})
     return projection
+
+
+def lower_cases(folder: Path) -> bool:
+    """Whether sentence-transformers lower-cases texts before the folder's tokenizer reads them."""
+    path = folder / TRANSFORMER_SETTINGS
+    return path.is_file() and bool(read_json(path).get("do_lower_case"))
 
 
 def write_sentence_settings(

@@ -393,6 +393,11 @@ def open_model(
         model = pretrained.load_model(folder, dropout)
         with pretrained.quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if sentence_folder.lower_cases(folder) and not _ignores_case(tokenizer):
+            raise error_type(
+                f"encoder in {folder} lower-cases texts (do_lower_case), which its tokenizer does not;"
+                " choose another model"
+            )
         hidden = int(model.config.hidden_size)
         projection = sentence_folder.read_projection(folder, parts, hidden)
     except (XmcrayError, MemoryError):
@@ -411,6 +416,14 @@ def open_model(
             " choose another model"
         )
     return encoder
+
+
+def _ignores_case(tokenizer: Any) -> bool:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    normalizer = None if backend is None else backend.normalizer
+    if normalizer is None:
+        return False
+    return bool(normalizer.normalize_str("A") == normalizer.normalize_str("a"))
 
 
 def _check_vocabulary(model: Any, name: str, tokenizer: TextTokenizer) -> None:

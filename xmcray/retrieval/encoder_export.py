@@ -7,6 +7,7 @@ code of one module, which its readers have to trust (`trust_remote_code`).
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from xmcray.nn.static import StaticEncoder
 from xmcray.retrieval.bundle import KIND as BUNDLE
 from xmcray.retrieval.bundle import read_settings
 from xmcray.storage.artifact import new_artifact, open_artifact
+
+logger = logging.getLogger(__name__)
 
 KIND = "sentence-transformers"
 # Code for sentence-transformers, which has to be installed where it is imported.
@@ -65,6 +68,16 @@ def export_encoder(bundle: str | Path, out: str | Path) -> bool:
         from xmcray.nn.transformer import TransformerEncoder  # its library takes seconds to import
 
         assert isinstance(encoder, TransformerEncoder)
+        if tokenizer.label_max_len < tokenizer.max_len:
+            # The folder has one length for both kinds of texts.
+            logger.warning(
+                "sentence-transformers cuts label texts at %d tokens, as it does queries; the bundle cuts"
+                " them at %d, so vectors of longer label texts differ; set max_seq_length = %d while you"
+                " encode label texts",
+                tokenizer.max_len,
+                tokenizer.label_max_len,
+                tokenizer.label_max_len,
+            )
         encoder.prompts = {"query": tokenizer.query_prompt, "document": tokenizer.label_prompt}
         encoder.normalize = encoder.normalize or normalised
         encoder.save(made)

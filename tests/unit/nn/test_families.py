@@ -16,7 +16,7 @@ from torch import Tensor
 from xmcray.data.tokens import TextTokenizer, from_transformer
 from xmcray.errors import BundleError, ConfigError
 from xmcray.nn.encoder import EncoderConfig, build_encoder, load_encoder
-from xmcray.nn.pretrained import fill_constants
+from xmcray.nn.pretrained import fill_constants, set_dropout
 from xmcray.nn.transformer import TransformerEncoder
 from xmcray.types import Ragged
 
@@ -235,6 +235,45 @@ def test_texts_beyond_the_positions_of_a_model_are_refused(
         expected = rf"keeps up to {max_len} tokens .* reads at most {most}; .* --max-len {most}$"
         with pytest.raises(ConfigError, match=expected):
             build_encoder(config, longer, None, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("config_name", "num_rates"),
+    [
+        ("BertConfig", 2),
+        ("DistilBertConfig", 2),
+        ("ModernBertConfig", 3),
+        ("BloomConfig", 2),
+        ("GPTNeoXConfig", 2),
+        ("FalconConfig", 2),
+        ("GPT2Config", 3),
+        ("T5Config", 1),
+        ("MptConfig", 2),
+    ],
+)
+def test_dropout_reaches_each_rate_of_a_family(config_name: str, num_rates: int) -> None:
+    settings = getattr(transformers, config_name)()
+    set_dropout(settings, 0.37)
+    assert str(settings.to_dict()).count("0.37") == num_rates
+
+
+def test_dropout_of_a_model_without_it_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"dropout is 0.1, but a model of type rwkv has no dropout"
+    ):
+        set_dropout(transformers.RwkvConfig(), 0.1)
+
+
+def test_a_folder_that_lower_cases_texts_needs_a_tokenizer_that_does(tmp_path: Path) -> None:
+    cased = write_family(tmp_path / "cased", WORDS, "bert")
+    uncased = write_bert(tmp_path / "uncased", WORDS)
+    for folder in (cased, uncased):
+        as_sentence_transformer(folder, "mean_tokens", PROMPTS)
+        (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    with pytest.raises(BundleError, match=r"lower-cases texts \(do_lower_case\), which") as caught:
+        load_encoder(cased)
+    assert "\n" not in str(caught.value)
+    assert load_encoder(uncased).dim == 16
 
 
 def test_a_similarity_without_inner_product_is_refused(tmp_path: Path) -> None:

@@ -110,6 +110,28 @@ def assert_exported(folder: Path, encoder: Encoder, head: Head, tokenizer: TextT
     assert_same(folder / "exported", ours, has_code)
 
 
+def test_label_texts_have_their_vectors_with_their_own_length(tmp_path: Path) -> None:
+    name = str(write_family(tmp_path / "bert", WORDS, "bert"))
+    tokenizer = from_transformer(name, MAX_LEN, 6)
+    encoder = build_encoder(EncoderConfig(name=name, dim=0), tokenizer, None, seed=0).eval()
+    vectors = np.ones((2, encoder.dim), np.float32)
+    bundle_model = BundleModel(
+        encoder=encoder, head=NormalisedHead(encoder.dim), tokenizer=tokenizer
+    )
+    labels = BundleLabels(uids=["a", "b"], texts=TEXTS[:2], order=np.arange(2), vectors=[vectors])
+    write_bundle(tmp_path / "bundle", bundle_model, labels, ShardBuild(spec=IndexSpec()), {})
+    export_encoder(tmp_path / "bundle", tmp_path / "exported")
+    query_encoder = Retriever.load(tmp_path / "bundle").query_encoder
+    model = SentenceTransformer(str(tmp_path / "exported"), device="cpu")
+    np.testing.assert_allclose(
+        model.encode_query(TEXTS), query_encoder.encode(TEXTS), rtol=0, atol=1e-5
+    )
+    ours = query_encoder.encode_labels(tokenizer.encode_labels(TEXTS))
+    assert not np.allclose(model.encode_document(TEXTS), ours, atol=1e-3)
+    model.max_seq_length = 6
+    np.testing.assert_allclose(model.encode_document(TEXTS), ours, rtol=0, atol=1e-5)
+
+
 def test_merged_adapters(tmp_path: Path) -> None:
     name = str(write_family(tmp_path / "qwen3", WORDS, "qwen3"))
     tokenizer = from_transformer(name, MAX_LEN, MAX_LEN)

@@ -98,6 +98,18 @@ def test_transformer_folder_has_the_normalisation_of_the_head_and_the_prompts(
     np.testing.assert_allclose(found, Retriever.load(bundle).encode(QUERIES), rtol=0, atol=1e-6)
 
 
+def test_the_export_says_that_label_texts_are_cut_elsewhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = str(write_bert(tmp_path / "model", WORDS))
+    for label_max_len in (16, 6):
+        tokenizer = from_transformer(name, 16, label_max_len)
+        encoder = build_encoder(EncoderConfig(name=name, dim=DIM), tokenizer, None, seed=0).eval()
+        folder = tmp_path / str(label_max_len)
+        export_encoder(written(folder / "bundle", encoder, Head(DIM), tokenizer), folder / "out")
+        assert ("the bundle cuts them at 6" in caplog.text) == (label_max_len == 6)
+
+
 def test_a_head_with_two_vectors_is_refused(tmp_path: Path) -> None:
     bundle = write_bundle_of(tmp_path / "both", "both")
     with pytest.raises(ConfigError, match="has a head of kind 'unidec'"):
