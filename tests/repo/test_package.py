@@ -300,7 +300,7 @@ def test_the_documented_commands_work_in_an_empty_environment(wheel: Path, tmp_p
         empty.run(command)
     assert "report.html" in {path.name for path in (tmp_path / "runs/quickstart/run").iterdir()}
 
-    empty.run("xmcray tune astra --data corpus --out sweep --trials 2 --set optim.epochs=2")
+    empty.run("xmcray tune astra --data corpus --out sweep --trials 2 --set optim.stop_epoch=2")
     best = yaml.safe_load((tmp_path / "sweep/best.yaml").read_text(encoding="utf-8"))
     assert "optim" in best
     job = "python -m xmcray.files.jobs.train_astra --data corpus --out job --workers 2"

@@ -350,6 +350,30 @@ def test_what_cannot_be_searched(name: str, tmp_path: Path, shell: Shell) -> Non
     assert f"{name} cannot be searched: " in error
 
 
+@pytest.mark.parametrize(
+    ("method", "setting"), [("renee", "optim.epochs=2"), ("astra", "method.classifier.lr=1")]
+)
+def test_a_setting_is_set_or_searched(
+    method: str, setting: str, tmp_path: Path, shell: Shell
+) -> None:
+    name = setting.partition("=")[0]
+    command = f"tune {method} --data {tmp_path}/C --out {tmp_path}/out"
+    problem = f"{name} is set and searched by space:{method}; leave out one of the two"
+    assert shell.error(f"{command} --set {setting}") == problem
+
+
+def test_presets_and_files_may_have_what_is_searched(
+    tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("optim: {epochs: 2}\n")
+    for source in ("preset:renee/sample", settings):
+        command = f"tune renee --data {tmp_path}/C --out {tmp_path}/out --config {source}"
+        # The next thing that is missing is the corpus.
+        assert f"{tmp_path}/C does not exist" in shell.error(command)
+
+
 def test_transformers_that_cannot_be_had_are_left_out(
     tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
