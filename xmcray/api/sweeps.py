@@ -93,7 +93,7 @@ def tune(
         The sweep, with its trials and the best settings; its report is in `out`.
     Raises:
         ConfigError: the method, a setting or the space is not valid.
-        RunError: `out` is in use, or holds another sweep.
+        RunError: `out` is in use, or holds another sweep, or no trial has a score.
     """
     check_method_name(method)
     configs.check_range("trials", trials, low=1)
@@ -283,6 +283,7 @@ def _run(
         title = f"Sweep of {definition.method} on {corpus.card.name}"
         report = folder / "report.html"
         write_report(report, title, definition.metric, sweep.space, sweep.ranked())
+        sweep.check_scores()
     return sweep
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from corpora import planted_corpus
 from parsed_page import Page
 from shell import Shell
 
@@ -156,6 +157,41 @@ def test_a_trial_that_would_need_too_much_time_is_stopped(tmp_path: Path) -> Non
     assert limited("a", {"expected_cpu_s": 101.0})
     assert not limited("a", {"expected_cpu_s": 99.0})
     assert not TrialStopper(guide, 0.0)("a", {"expected_cpu_s": 1e9}), "0 is no limit"
+
+
+def test_a_stopped_trial_has_a_reason(tmp_path: Path) -> None:
+    sweep = Sweep.open_or_create(tmp_path, config())
+    guide = Guide(sweep, [0, 1], 1, lambda trial: None)
+    guide.suggest("expensive")
+    guide.suggest("behind")
+    assert TrialStopper(guide, 100.0)("expensive", {"expected_cpu_s": 1234.5})
+    guide.on_trial_complete("expensive")
+    guide.on_trial_complete("behind")
+    reason = "it would take 1,234 s of CPU time, and --trial-cpu-s allows 100"
+    assert sweep.trial(0).message == reason
+    assert sweep.trial(1).message == "it was behind others after as many epochs"
+
+
+@pytest.mark.parametrize(
+    ("state", "said"), [("stopped", "was stopped because why"), ("failed", "failed because why")]
+)
+def test_a_sweep_in_which_no_trial_has_a_score_is_one_line(
+    state: str, said: str, tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_sweep(sweep: Sweep, *_: object) -> None:
+        for number in range(2):
+            sweep.draw(number, {"optim.lr": 0.1})
+            sweep.end(number, state, "why")  # type: ignore[arg-type]
+
+    monkeypatch.setattr("xmcray.tuning.search.run_sweep", run_sweep)
+    corpus = planted_corpus(tmp_path, num_queries=201, num_labels=31)
+    space = tmp_path / "space.yaml"
+    space.write_text("optim.lr: {uniform: [0, 1]}\n")
+    command = f"tune astra --data {corpus.path} --space {space} --out {tmp_path}/sweep"
+    assert shell.error(command) == f"none of 2 trials has a score; the first {said}"
+    # What was tried can be read all the same.
+    assert (tmp_path / "sweep" / "report.html").is_file()
+    assert not (tmp_path / "sweep" / "best.yaml").exists()
 
 
 def test_the_time_of_a_trial_follows_from_its_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
