@@ -150,6 +150,10 @@ class Schedule:
         """Returns the first epoch that uses a version."""
         return self.start_epoch + version * self.refresh_every
 
+    def num_versions(self, num_epochs: int) -> int:
+        """Returns the versions that are made: those that some epoch of a run uses."""
+        return len(range(self.start_epoch, num_epochs, self.refresh_every))
+
     def collecting(self, epoch: int) -> int | None:
         """Returns the version whose queries are collected in an epoch; None if there is none."""
         use_epoch = epoch + 2

@@ -523,6 +523,55 @@ def test_late_versions_are_planned_with_the_time_to_wait_for_them() -> None:
     assert advice("negatives.schedule=eager") == []
 
 
+def slow_refreshes(*settings: str) -> Plan:
+    """A plan in which a version of the negatives takes hours longer than an epoch."""
+    slow = dataclasses.replace(A100, search_flop_s=1e5)
+    fixed = ["encoder.dim=8", "negatives.wait_s=1e9", "optim.epochs=20", ON_HOST[1]]
+    config = RunConfig.resolve("astra", {}, [*fixed, *settings])
+    return plan(config, from_numbers(10_000, 20_000, 12), slow)
+
+
+def test_training_waits_for_each_version_that_it_uses() -> None:
+    def waited_s(*settings: str) -> float:
+        with_versions = slow_refreshes(*settings)
+        late_s = with_versions.run_s[REFRESH] - with_versions.run_s[STEPS]
+        first_late_s = with_versions.run_s[FIRST_REFRESH] - with_versions.run_s[REFRESH]
+        without = slow_refreshes(*settings, "negatives.start_epoch=20")
+        return (with_versions.total_s - without.total_s - first_late_s) / late_s
+
+    # Versions for the epochs 5, 10 and 15 of 20; and for 5, 14.
+    assert waited_s() == pytest.approx(3)
+    assert waited_s("negatives.refresh_every=9") == pytest.approx(2)
+    # A training of 10 epochs does not use the version for epoch 10.
+    assert waited_s("optim.stop_epoch=10") == pytest.approx(1)
+
+
+def test_versions_that_no_epoch_uses_are_not_planned() -> None:
+    short = slow_refreshes("optim.epochs=5")
+    assert REFRESH not in short.run_s
+    assert FIRST_REFRESH not in short.run_s
+    assert not short.advice
+    assert not any("index actors" in note for note in short.assumptions)
+    assert short.total_s < slow_refreshes("optim.epochs=6").total_s / 5
+
+
+def test_an_eager_schedule_waits_for_no_version() -> None:
+    eager = slow_refreshes("negatives.schedule=eager")
+    assert eager.run_s[REFRESH] > eager.run_s[STEPS]
+    without = slow_refreshes("negatives.start_epoch=20")
+    assert eager.total_s == pytest.approx(without.total_s)
+
+
+@pytest.mark.parametrize(("every", "number"), [(0, 1), (1, 20), (3, 7), (20, 1), (30, 1)])
+def test_the_last_epoch_ends_with_a_validation(every: int, number: int) -> None:
+    settings = ("negatives.hard=0", f"log.validate_every={every}")
+    planned = slow_refreshes(*settings)
+    validation_s = planned.run_s["one validation"]
+    assert validation_s > 0
+    steps_s = planned.epochs * planned.run_s[STEPS]
+    assert planned.total_s == pytest.approx(steps_s + number * validation_s)
+
+
 def test_clusters_alone_have_actors_without_an_index() -> None:
     settings = ["negatives.hard=0", "negatives.uniform=100"]
     alone = made("astra", *settings, "negatives.cluster_size=4", labels=2000)
