@@ -513,6 +513,11 @@ def _assumptions(training: _Training) -> list[str]:
     """What was not measured or counted, a sentence each."""
     rates = training.rates
     notes = list(training.data.assumptions)
+    if rates.source == "measured":
+        notes.append(
+            f"{rates.threads} threads in each process (cluster.threads_per_process), as where all"
+            " share this machine"
+        )
     if rates.source == "published specs":
         notes += assumptions()
         if training.workers > _MACHINE_DEVICES:

@@ -334,7 +334,7 @@ def train_here(
 ) -> dict[str, Any]:
     """Trains in this process, without Ray; the index is built and searched in a thread."""
     cluster = run.config.cluster
-    threads = cluster.threads_per_process or max(1, (os.cpu_count() or 2) // 2)
+    threads = cluster.threads_on_one_machine(workers=0, num_shards=0)
     configure_this_process(threads)
     has_gpu = torch.cuda.is_available()
     if cluster.device == "gpu" and not has_gpu:

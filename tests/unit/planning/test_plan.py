@@ -56,7 +56,8 @@ from xmcray.planning.trace import on_line, trace
 from xmcray.retrieval import exact
 from xmcray.training.checkpoint_writer import CheckpointWriter
 from xmcray.training.loop import Setup, build
-from xmcray.training.run import RunConfig
+from xmcray.training.placement import Nodes, place
+from xmcray.training.run import ClusterConfig, RunConfig
 from xmcray.types import Ragged
 
 A100 = device_rates("a100-80gb")
@@ -614,6 +615,53 @@ def test_the_verb_prints_a_plan(shell: Shell) -> None:
     assert "assumed: device rates are published specs" in printed
     assert "16 tokens in each text (no --tokens-per-text was given)" in printed
     assert "12.9 tokens in each text" in shell.run(f"{plan} --tokens-per-text 12.9")
+
+
+ON_THIS_MACHINE = "--labels 1000 --queries 1000 --set encoder.dim=8"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "threads"),
+    [
+        ("--workers 2", 2),  # as many index actors as workers
+        ("--workers 2 --set negatives.hard=0", 4),
+        ("--set cluster.workers=0", 4),  # a half for the steps, a half for the index
+        ("--workers 2 --set cluster.threads_per_process=3", 3),
+    ],
+)
+def test_a_machine_is_measured_with_the_threads_of_a_training(
+    arguments: str,
+    threads: int,
+    tmp_path: Path,
+    shell: Shell,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def measured(threads: int) -> Rates:
+        return dataclasses.replace(ON_CPU, source="measured", threads=threads, cores=8)
+
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("xmcray.planning.probe.probe", measured)
+    file = tmp_path / "rates.json"
+    command = f"plan astra {ON_THIS_MACHINE} {arguments} --probe {file}"
+    note = f"assumed: {threads} threads in each process (cluster.threads_per_process)"
+    assert note in shell.run(command)
+    assert load_rates(file).threads == threads
+    assert note in shell.run(command)
+    problem = f"probe {file} was measured with {threads} threads, but processes of this training"
+    error = shell.error(f"{command} --set cluster.threads_per_process=7")
+    assert error.startswith(f"{problem} have 7; measure into another file, or")
+
+
+@pytest.mark.parametrize("settings", [{}, {"threads_per_process": 3}])
+@pytest.mark.parametrize("num_shards", [0, 2])
+def test_a_plan_has_the_threads_of_the_placement(
+    settings: dict[str, int], num_shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    cluster = ClusterConfig(workers=2, cpus_per_worker=1, **settings)
+    nodes = Nodes({"a": {"CPU": 8.0}}, [], autoscaled=False)
+    threads = place(cluster, nodes, num_shards).threads
+    assert threads == cluster.threads_on_one_machine(2, num_shards)
 
 
 @pytest.mark.parametrize(
