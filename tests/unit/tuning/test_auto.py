@@ -309,6 +309,43 @@ def test_presets_of_about_the_size_come_first(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
+    ("overrides", "encoder"),
+    [
+        ({"encoder.init_from": ""}, "static"),
+        ({"encoder.init_from": "owner/small"}, "static, distilled from small"),
+        ({"encoder.name": "folder/of/mine/"}, "mine"),
+    ],
+)
+def test_candidates_with_the_same_settings_are_tried_once(
+    overrides: dict[str, Any], encoder: str
+) -> None:
+    distilled = {**ASTRA, "encoder.init_from": portfolio.DISTILLED_FROM}
+    starts = [
+        Candidate("astra", "sample", "static", {**ASTRA, "encoder.init_from": ""}),
+        Candidate("astra", "sample", "static, distilled from all-MiniLM-L6-v2", distilled),
+        Candidate("dexml", "sample", "static", distilled),
+    ]
+    chosen = portfolio.with_overrides(starts, {"encoder.init_from": "", **overrides})
+    assert [candidate.method for candidate in chosen] == ["astra", "dexml"]
+    assert {candidate.encoder for candidate in chosen} == {encoder}
+
+
+def test_a_study_keeps_each_training_once(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distilled = {**ASTRA, "encoder.init_from": portfolio.DISTILLED_FROM}
+    starts = [
+        Candidate("astra", "sample", "static, distilled from all-MiniLM-L6-v2", distilled),
+        Candidate("astra", "sample", "static", ASTRA),
+    ]
+    monkeypatch.setattr(study, "candidates", lambda *_: starts)
+    overrides = {**SMALL, "encoder.init_from": ""}
+    made = study.Study.open_or_create(tmp_path, corpus, ["astra"], overrides)
+    (candidate,) = made.candidates
+    assert candidate.encoder == "static"
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("--budget soon", "budget is 'soon', expected a time such as 90s, 20m or 2h"),
