@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from xmcray.config import check_choices, check_range, check_ranges
 from xmcray.errors import ConfigError
+from xmcray.retrieval.ann_create import check_factory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,14 @@ class NegativesConfig:
     def suits_gpu(self) -> bool:
         """Whether torch alone searches the index on a GPU; others need a FAISS for it."""
         return self.hard > 0 and self.index in ("auto", "Flat")
+
+    def check_index(self, num_labels: int, num_shards: int) -> None:
+        """Raises ConfigError for an index that could not be built.
+
+        The first one is built epochs later, and a run cannot go on with another one.
+        """
+        if self.hard and self.index not in ("auto", "Flat"):
+            check_factory("negatives.index", self.index, num_labels // num_shards)
 
     @property
     def schedule_of(self) -> Schedule:

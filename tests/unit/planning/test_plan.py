@@ -601,6 +601,45 @@ def test_rates_are_kept_and_read(tmp_path: Path) -> None:
     assert {"a100-80gb", "h100-80gb", "h200-141gb", "l4-24gb"} <= SPECS.keys()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("call_s", None, "call_s is None, expected a number"),
+        ("call_s", "x", "call_s is 'x', expected a number"),
+        ("pass_bytes_s", 0, "pass_bytes_s is 0, expected more than 0"),
+        ("sort_s", -1, "sort_s is -1.0, expected at least 0"),
+        ("process_bytes", [1, 0], "process_bytes is 0, expected more than 0"),
+        ("threads", 0, "threads is 0, expected more than 0"),
+        ("device", 1, "device is 1, expected str"),
+    ],
+)
+def test_damaged_rates_are_one_line(
+    name: str, value: object, reason: str, tmp_path: Path, shell: Shell
+) -> None:
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps({**dataclasses.asdict(ON_CPU), name: value}))
+    error = shell.error(f"plan astra {ON_THIS_MACHINE} --probe {file}")
+    assert error.startswith(f"probe {file} was not measured by this release ({reason})")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{}", "nojson", "[1]", '{"model_type": "foo"}', '{"model_type": "bert", "hidden_size": "x"}'],
+)
+def test_a_damaged_transformer_is_one_line(content: str, tmp_path: Path, shell: Shell) -> None:
+    (tmp_path / "config.json").write_text(content)
+    error = shell.error(f"plan astra {SIZE} --set encoder.name={tmp_path}")
+    assert f"encoder.name is '{tmp_path}', whose config.json is no transformer's (" in error
+
+
+def test_an_index_that_could_not_be_built_is_refused(shell: Shell) -> None:
+    plan = "plan astra --labels 1000 --queries 1000 --device a100-80gb --workers 2"
+    expected = "negatives.index is 'Foo', expected a FAISS factory string"
+    assert expected in shell.error(f"{plan} --set negatives.index=Foo")
+    expected = "negatives.index is 'IVF600,Flat' with 600 lists, found 500 labels in an index"
+    assert expected in shell.error(f"{plan} --set negatives.index=IVF600,Flat")
+
+
 SIZE = "--labels 1.3e6 --queries 2.2e6 --device a100-80gb"
 
 
