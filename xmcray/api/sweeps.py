@@ -159,9 +159,10 @@ def _checked(
             "data.validation is 0, so no query is left to compare trials by;"
             " set data.validation=0.05"
         )
-    if definition.scheduler == "asha" and not settings.log.validate_every:
+    if definition.scheduler == "asha" and settings.log.validate_every != 1:
         raise ConfigError(
-            "log.validate_every is 0, but asha compares trials while they train; set it to 1"
+            f"log.validate_every is {settings.log.validate_every}, but asha compares trials after"
+            " epochs that all of them have validated; set it to 1, or use --scheduler none"
         )
     if definition.trial_cpu_s and settings.cluster.workers:
         raise ConfigError(

@@ -241,7 +241,30 @@ def test_a_training_that_is_behind_ends_after_a_third(tmp_path: Path) -> None:
     assert score_at_rung(trial, epochs=12) == -math.inf, "it is not there yet"
     # Validated every fifth epoch, so not before a third of 12 epochs.
     rarely = Trial(0, {}, "finished", curve=(Validation(5, 0.1), Validation(10, 0.3)))
-    assert score_at_rung(rarely, epochs=12) == -math.inf
+    assert score_at_rung(rarely, epochs=12) == 0.1
+    early = Trial(0, {}, "stopped", curve=(Validation(3, 0.1),))
+    assert score_at_rung(early, epochs=12) == -math.inf
+
+
+def test_a_training_that_is_validated_rarely_is_compared_once(tmp_path: Path) -> None:
+    def validation(epochs_done: int, score: float) -> tuple[float, dict[str, Any]]:
+        values = dict.fromkeys(METRIC.split("+"), score)
+        return 1.0, {"step": 10 * epochs_done, "epoch": epochs_done - 1, **values}
+
+    rivals = iter([0.3, 1.0])
+    limits = Limits(math.inf, rival=lambda: next(rivals))
+    # A third of 6 epochs are 2, and the validation after that is the third.
+    ahead = [validation(3, 0.4), validation(5, 0.4)]
+    assert paced(tmp_path, limits, ahead).reason == ""
+    assert next(rivals) == 1.0, "compared once"
+    behind = Limits(math.inf, rival=lambda: 0.3)
+    assert paced(tmp_path, behind, [validation(3, 0.2)]).reason == "behind"
+    # There is nothing to save after the last epoch.
+    assert paced(tmp_path, behind, [validation(6, 0.2)]).reason == ""
+    # A training that goes on was compared before.
+    past = dict.fromkeys(METRIC.split("+"), 0.2)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 30, "epoch": 2, **past}) + "\n")
+    assert paced(tmp_path, behind, [validation(5, 0.2)]).reason == ""
 
 
 def test_a_training_that_is_too_slow_is_tried_with_fewer_epochs_again_and_again(

@@ -352,6 +352,8 @@ def test_importance_is_that_of_the_last_common_epoch() -> None:
             "data.validation is 0, so no query is left to compare trials by",
         ),
         ("astra --set log.validate_every=0", "log.validate_every is 0, but asha compares trials"),
+        ("astra --set log.validate_every=2", "log.validate_every is 2, but asha compares trials"),
+        ("astra --set log.validate_every=2 --scheduler none", "C does not exist"),
         (
             "astra --trial-cpu-s 60 --workers 2",
             "--trial-cpu-s limits trials that train in one process each, but they have 2 workers",
