@@ -201,6 +201,7 @@ def command(
         f"cluster.cpus_per_worker={cores}",
         f"cluster.threads_per_process={arguments.threads}",
         "log.keep=1",
+        "log.validate_every=1",  # ASHA needs it; the preset of a small set may validate rarely
     ]
     return words + set_options(settings)
 

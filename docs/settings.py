@@ -9,6 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from xmcray.config import dump
 from xmcray.methods.registry import method_entry, method_names
 from xmcray.retrieval.index_spec import answer_spec
 from xmcray.serving.settings import ServeConfig
@@ -20,8 +21,9 @@ PAGE = Path(__file__).with_name("settings.md")
 HEAD = """# Settings
 
 Every setting of `xmcray train` by its dotted name: `--set optim.epochs=20`, or the same sections in a YAML file for
-`--config`. Batch sizes, steps and learning rates are those of the global batch, whatever the number of workers. At the
-end are the settings of `xmcray export` and `xmcray serve`. `python docs/settings.py` writes this page.
+`--config`. Batch sizes, steps and learning rates are those of the global batch, whatever the number of workers. Some
+methods have other defaults than the first tables; they are named above the settings of the method. At the end are the
+settings of `xmcray export` and `xmcray serve`. `python docs/settings.py` writes this page.
 """
 # The bundles are arguments of the command, and the options are Ray Serve's.
 NOT_SET = ("bundles", "options")
@@ -36,23 +38,46 @@ def page() -> str:
         methods = [method for method in method_names() if name in method_entry(method).sections]
         parts.append(section(name, kind(), f"`{name}` of {', '.join(methods)}"))
     for name in method_names():
-        parts += [section("method", method_entry(name).config_type(), f"`method` of {name}")]
+        config = RunConfig.resolve(name, {})
+        parts.append(section("method", config.method, f"`method` of {name}", own_defaults(config)))
     parts.append(section("index", answer_spec({}), "`index` of `xmcray export --set`"))
     served = ServeConfig(bundles={"name": "folder"})
     parts.append(section("", served, "Settings of `xmcray serve --set`"))
     return "\n".join(parts)
 
 
-def section(name: str, defaults: Any, title: str = "") -> str:
+def own_defaults(config: RunConfig) -> str:
+    """A sentence with the shared settings whose default differs for a method; empty if none does.
+
+    Args:
+        config: the method's defaults.
+    """
+    values = config.to_dict()
+    differing = []
+    for field in dataclasses.fields(RunConfig):
+        if field.name in NOT_SHARED:
+            continue
+        for name, default in dump(field.default_factory()).items():
+            own = values[field.name][name]
+            if own != default:
+                differing.append(f"`{field.name}.{name}={own}`")
+    return f"Defaults of its own: {', '.join(differing)}." if differing else ""
+
+
+def section(name: str, defaults: Any, title: str = "", note: str = "") -> str:
     """One table of setting, default and meaning; nested sections follow it.
 
     Args:
         name: of the section; empty if its settings have no other name before theirs.
         defaults: settings of the section. Those of a nested section may differ from its class's own.
         title: heading; the name if not given.
+        note: sentence above the table.
     """
     meanings = meanings_of(type(defaults))
-    lines = [f"## {title or f'`{name}`'}", "", "| setting | default | meaning |", "|---|---|---|"]
+    lines = [f"## {title or f'`{name}`'}", ""]
+    if note:
+        lines += [note, ""]
+    lines += ["| setting | default | meaning |", "|---|---|---|"]
     nested = []
     for field in dataclasses.fields(defaults):
         if field.name in NOT_SET:

@@ -42,6 +42,18 @@ def test_settings_page_has_the_defaults_of_each_method() -> None:
         assert documented == defaults, method
 
 
+def test_settings_page_names_the_defaults_of_a_method_alone() -> None:
+    first_lines = {}
+    for method in ("astra", "rae", "renee"):
+        section = page("docs/settings.md").split(f"## `method` of {method}\n\n")[1]
+        first_lines[method] = section.splitlines()[0]
+    assert first_lines == {
+        "astra": "| setting | default | meaning |",
+        "rae": "Defaults of its own: `data.augment_with_labels=False`, `negatives.uniform=0`.",
+        "renee": "Defaults of its own: `negatives.uniform=0`, `negatives.hard=0`.",
+    }
+
+
 def file_links(path: Path) -> list[str]:
     """Targets of a page's links to files, without the part after "#"."""
     links = re.findall(r"\]\(([^)#\s]+)", path.read_text(encoding="utf-8"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -13,6 +14,7 @@ import venv
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -174,13 +176,22 @@ def test_each_method_has_a_space_and_a_schema() -> None:
 
 def test_a_schema_has_the_defaults_of_the_method() -> None:
     for method in method_names():
-        sections = settings_schema(method)["properties"]["method"]["properties"]
-        if "classifier" not in sections:
-            continue
-        settings = sections["classifier"]["properties"]
-        shown = {name: setting["default"] for name, setting in settings.items()}
-        own = RunConfig.resolve(method, {}).to_dict()["method"]["classifier"]
-        assert shown == own, method
+        sections = settings_schema(method)["properties"]
+        own = RunConfig.resolve(method, {}).to_dict()
+        assert sections.keys() == own.keys()
+        del own["method_name"]
+        for name, values in own.items():
+            assert defaults_of(sections[name]) == json.loads(json.dumps(values)), (method, name)
+
+
+def defaults_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """The defaults that the schema of a section states, those of the sections in it included."""
+    values = {}
+    for name, setting in schema["properties"].items():
+        is_section = "properties" in setting
+        values[name] = defaults_of(setting) if is_section else setting["default"]
+    # Tuples are lists in JSON.
+    return json.loads(json.dumps(values))
 
 
 def test_the_configuration_that_is_printed_gives_the_same_run(
@@ -300,7 +311,7 @@ def test_the_documented_commands_work_in_an_empty_environment(wheel: Path, tmp_p
         empty.run(command)
     assert "report.html" in {path.name for path in (tmp_path / "runs/quickstart/run").iterdir()}
 
-    empty.run("xmcray tune astra --data corpus --out sweep --trials 2 --set optim.epochs=2")
+    empty.run("xmcray tune astra --data corpus --out sweep --trials 2 --set optim.stop_epoch=2")
     best = yaml.safe_load((tmp_path / "sweep/best.yaml").read_text(encoding="utf-8"))
     assert "optim" in best
     job = "python -m xmcray.files.jobs.train_astra --data corpus --out job --workers 2"

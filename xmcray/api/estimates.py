@@ -70,7 +70,7 @@ def plan(
     size = _data_size(data, labels, queries, tokens_per_text, positives)
     from xmcray.planning import plan as planning
 
-    rates = _rates(device, settings, probe)
+    rates = _rates(device, settings, workers, probe)
     memory_bytes = None if memory_gb is None else int(memory_gb * 1e9)
     return planning.plan(settings, size, rates, workers, memory_bytes, price_per_hour)
 
@@ -109,8 +109,12 @@ def _data_size(
     return data_size.from_numbers(labels, queries, tokens_per_text, positives)
 
 
-def _rates(device: str, settings: RunConfig, probe: Location | None) -> Rates:
-    """Of the device: published, read from the file of `probe`, or measured."""
+def _rates(device: str, settings: RunConfig, workers: int | None, probe: Location | None) -> Rates:
+    """Of the device: published, read from the file of `probe`, or measured.
+
+    Raises:
+        ConfigError: the rates in the file are of another number of threads.
+    """
     from xmcray.planning.devices import device_rates
 
     if device != "cpu":
@@ -119,13 +123,31 @@ def _rates(device: str, settings: RunConfig, probe: Location | None) -> Rates:
     from xmcray.planning.rates import load_rates
     from xmcray.storage.path_errors import check_file
 
+    threads = _threads(settings, workers)
     # Measuring takes time, so its result can be kept in a file.
     path = None if probe is None else Path(probe)
     if path is not None and path.is_file():
-        return load_rates(path)
+        rates = load_rates(path)
+        if rates.threads != threads:
+            raise ConfigError(
+                f"probe {path} was measured with {rates.threads} threads, but processes of this"
+                f" training have {threads}; measure into another file, or set"
+                f" cluster.threads_per_process={rates.threads}"
+            )
+        return rates
     if path is not None:
         check_file(path)
-    measured = measurement.probe(settings.cluster.threads_per_process or 1)
+    measured = measurement.probe(threads)
     if path is not None:
         measured.save(path)
     return measured
+
+
+def _threads(settings: RunConfig, workers: int | None) -> int:
+    """Threads of each process of a training on this machine."""
+    cluster = settings.cluster
+    if workers is None:
+        workers = cluster.workers
+    # Each worker has an index actor.
+    num_shards = workers if settings.negatives.refreshed else 0
+    return cluster.threads_on_one_machine(workers, num_shards)

@@ -66,6 +66,11 @@ def merged_without_presets(config: Settings) -> dict[str, Any]:
     return merged([source for source in _sources(config) if not _is_preset(source)])
 
 
+def set_one_by_one(config: Settings) -> dict[str, Any]:
+    """The same of the sources that are no files: of values that were set by their names."""
+    return merged([source for source in _sources(config) if isinstance(source, Mapping)])
+
+
 def _is_preset(source: Location | Mapping[str, Any]) -> bool:
     return not isinstance(source, Mapping) and os.fspath(source).startswith("preset:")
 

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from xmcray import config as configs
-from xmcray.api.settings_sources import Location, Settings, merged, merged_without_presets
+from xmcray.api.settings_sources import (
+    Location,
+    Settings,
+    merged,
+    merged_without_presets,
+    set_one_by_one,
+)
 from xmcray.errors import ConfigError
 from xmcray.methods.registry import check_method_name
 from xmcray.paths import bundle_at
@@ -68,7 +74,8 @@ def tune(
         method: name of the method.
         data: corpus.
         out: folder of the sweep.
-        config: settings of all trials.
+        config: settings of all trials. Files and presets may name settings that the space searches,
+            values by name may not.
         space: YAML of dotted names and distributions, or "space:NAME"; "space:METHOD" if not given.
         trials: number of trainings.
         search: where values come from.
@@ -86,7 +93,7 @@ def tune(
         The sweep, with its trials and the best settings; its report is in `out`.
     Raises:
         ConfigError: the method, a setting or the space is not valid.
-        RunError: `out` is in use, or holds another sweep.
+        RunError: `out` is in use, or holds another sweep, or no trial has a score.
     """
     check_method_name(method)
     configs.check_range("trials", trials, low=1)
@@ -96,7 +103,8 @@ def tune(
     from xmcray.tuning.space import parse_space
 
     space_file = configs.load_yaml(space_name)
-    _check_searchable(parse_space(space_file, space_name), space_name)
+    space_as_given = parse_space(space_file, space_name)
+    _check_searchable(space_as_given, space_name)
     from xmcray.training.run import RunConfig
     from xmcray.tuning.sweep import SweepConfig
 
@@ -109,6 +117,7 @@ def tune(
     if workers is not None:
         values = configs.overlay(values, {"cluster": {"workers": workers}})
     settings = RunConfig.resolve(method, values)
+    _check_not_set(space_as_given, space_name, set_one_by_one(config))
     space_file = _without_missing_models(space_file, space_name)
     # The checks need a definition, and the corpus is opened only when they have passed.
     definition = SweepConfig(
@@ -150,9 +159,10 @@ def _checked(
             "data.validation is 0, so no query is left to compare trials by;"
             " set data.validation=0.05"
         )
-    if definition.scheduler == "asha" and not settings.log.validate_every:
+    if definition.scheduler == "asha" and settings.log.validate_every != 1:
         raise ConfigError(
-            "log.validate_every is 0, but asha compares trials while they train; set it to 1"
+            f"log.validate_every is {settings.log.validate_every}, but asha compares trials after"
+            " epochs that all of them have validated; set it to 1, or use --scheduler none"
         )
     if definition.trial_cpu_s and settings.cluster.workers:
         raise ConfigError(
@@ -171,6 +181,23 @@ def _check_searchable(space: Space, where: str) -> None:
         for beginning, reason in _NOT_SEARCHED.items():
             if name.startswith(beginning):
                 raise ConfigError(f"{where}: {name} cannot be searched: {reason}")
+
+
+def _check_not_set(space: Space, where: str, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a setting has a value and is searched: the value would be ignored."""
+    for name in space:
+        if _has(values, name):
+            raise ConfigError(f"{name} is set and searched by {where}; leave out one of the two")
+
+
+def _has(settings: Mapping[str, Any], name: str) -> bool:
+    """Whether settings in sections have a value for a dotted name."""
+    value: Any = settings
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return False
+        value = value[part]
+    return True
 
 
 def _without_missing_models(space_file: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -257,6 +284,7 @@ def _run(
         title = f"Sweep of {definition.method} on {corpus.card.name}"
         report = folder / "report.html"
         write_report(report, title, definition.metric, sweep.space, sweep.ranked())
+        sweep.check_scores()
     return sweep
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from xmcray.config import check_choices, check_range, check_ranges
 from xmcray.errors import ConfigError
+from xmcray.retrieval.ann_create import check_factory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,14 @@ class NegativesConfig:
         """Whether torch alone searches the index on a GPU; others need a FAISS for it."""
         return self.hard > 0 and self.index in ("auto", "Flat")
 
+    def check_index(self, num_labels: int, num_shards: int) -> None:
+        """Raises ConfigError for an index that could not be built.
+
+        The first one is built epochs later, and a run cannot go on with another one.
+        """
+        if self.hard and self.index not in ("auto", "Flat"):
+            check_factory("negatives.index", self.index, num_labels // num_shards)
+
     @property
     def schedule_of(self) -> Schedule:
         """The epochs in which versions are collected, built and used."""
@@ -149,6 +158,10 @@ class Schedule:
     def use_epoch(self, version: int) -> int:
         """Returns the first epoch that uses a version."""
         return self.start_epoch + version * self.refresh_every
+
+    def num_versions(self, num_epochs: int) -> int:
+        """Returns the versions that are made: those that some epoch of a run uses."""
+        return len(range(self.start_epoch, num_epochs, self.refresh_every))
 
     def collecting(self, epoch: int) -> int | None:
         """Returns the version whose queries are collected in an epoch; None if there is none."""

@@ -10,7 +10,7 @@ import huggingface_hub
 import torch
 from torch import Tensor, nn
 
-from xmcray.errors import ConfigError
+from xmcray.errors import ConfigError, readable
 from xmcray.nn.encoder import SETTINGS, Encoder, EncoderConfig, start_folder, with_mixer
 from xmcray.nn.static import StaticEncoder
 from xmcray.types import Int64Array, Ragged
@@ -72,13 +72,18 @@ def _transformer(config: EncoderConfig, folder: Path, is_half: bool) -> Encoder:
     from xmcray.nn.pretrained import set_dropout
     from xmcray.nn.transformer import TransformerEncoder, prepare_training
 
-    settings = _settings(config.name, folder)
-    model_config = transformers.AutoConfig.for_model(**settings)
-    set_dropout(model_config, config.dropout)
-    model = transformers.AutoModel.from_config(model_config)
+    path = _settings_path(config.name, folder)
+    settings = KNOWN.get(config.name, {})
+    failure = f"encoder.name is {config.name!r}, whose config.json is no transformer's"
+    with readable(failure, "save or download the model again", ConfigError):
+        if path is not None:
+            settings = json.loads(path.read_text(encoding="utf-8"))
+        model_config = transformers.AutoConfig.for_model(**settings)
+        set_dropout(model_config, config.dropout)
+        model = transformers.AutoModel.from_config(model_config)
+        hidden = int(model_config.hidden_size)
     if hasattr(model, "pooler"):
         model.pooler = None
-    hidden = int(model_config.hidden_size)
     projection = None
     if config.dim not in (0, hidden) or (config.frozen and config.dim):
         projection = nn.Linear(hidden, config.dim, bias=False)
@@ -109,12 +114,16 @@ def _transformer(config: EncoderConfig, folder: Path, is_half: bool) -> Encoder:
     return encoder.train()
 
 
-def _settings(name: str, folder: Path) -> dict[str, Any]:
-    """config.json of a transformer: of its folder, known here, or in the hub's cache."""
+def _settings_path(name: str, folder: Path) -> Path | None:
+    """config.json of a transformer, in its folder or in the hub's cache; None if `KNOWN` has it.
+
+    Raises:
+        ConfigError: there is none.
+    """
     path = folder / "config.json"
     if not folder.is_dir():
         if name in KNOWN:
-            return KNOWN[name]
+            return None
         try:
             path = Path(str(huggingface_hub.try_to_load_from_cache(name, "config.json")))
         except ValueError:  # not a name that the hub could have
@@ -124,5 +133,4 @@ def _settings(name: str, folder: Path) -> dict[str, Any]:
             f"encoder.name is {name!r}, which is neither a transformer's folder nor in the hub's"
             f" cache; download it first, or plan with one of the same size: {', '.join(KNOWN)}"
         )
-    settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return settings
+    return path

@@ -170,6 +170,20 @@ class _Training:
         return self.config.optim.num_epochs
 
     @property
+    def num_versions(self) -> int:
+        """Versions of the negatives."""
+        negatives = self.config.negatives
+        if not negatives.refreshed:
+            return 0
+        return negatives.schedule_of.num_versions(self.epochs)
+
+    @property
+    def num_validations(self) -> int:
+        """Validations during the training, of which there is one after the last step."""
+        every = self.config.log.validate_every or self.epochs
+        return math.ceil(self.epochs / every)
+
+    @property
     def found(self) -> int:
         """Labels that a shard finds for a query."""
         return sizes.num_found(self.config.negatives, self.data.positives_per_query)
@@ -364,20 +378,13 @@ def _run_seconds(training: _Training, traced: Trace) -> dict[str, float]:
     log = training.config.log
     training_s = training.steps * sum(traced.step_s.values())
     seconds = _refresh_seconds(training, traced, training_s)
+    late_s = _late_s(training, seconds, training_s, _busy(traced))
     seconds[STEPS] = training_s
-    refresh_s = seconds.get(REFRESH, 0.0)
-    # Training waits only for what a version takes longer than an epoch.
-    late_s = max(0.0, refresh_s - training_s)
-    if DEVICE_SEARCH in seconds:
-        # Or, if that is more, for the turns that the search takes on their device, which are as
-        # long as those of the steps meanwhile.
-        busy = _busy(traced)
-        late_s = max(late_s, seconds[DEVICE_SEARCH] * busy / (1 + busy))
-    epoch_s = training_s + late_s / training.config.negatives.refresh_every
-    if log.validate_every:
-        validation_s = _validation_s(training, traced)
-        seconds["one validation"] = validation_s
-        epoch_s += validation_s / log.validate_every
+    validation_s = _validation_s(training, traced)
+    seconds["one validation"] = validation_s
+    # Some epochs have neither a version nor a validation: what an epoch takes is the mean.
+    between_s = training.num_versions * late_s + training.num_validations * validation_s
+    epoch_s = training_s + between_s / training.epochs
     # A worker writes its share of the label rows; the first one also writes the encoder.
     checkpoint_s = (traced.shared_state + traced.label_state) / training.rates.disk_bytes_s
     seconds["one checkpoint"] = checkpoint_s
@@ -387,10 +394,39 @@ def _run_seconds(training: _Training, traced: Trace) -> dict[str, float]:
     # It is written in the background; training waits only for one that the next one overtakes.
     epoch_s = max(epoch_s, saves * checkpoint_s)
     seconds["one epoch"] = epoch_s
-    first_s = seconds.get(FIRST_REFRESH, 0.0)
-    first_late_s = max(0.0, first_s - max(refresh_s, training_s))
+    first_late_s = 0.0
+    if _waits(training):
+        first_s = seconds.get(FIRST_REFRESH, 0.0)
+        first_late_s = max(0.0, first_s - max(seconds.get(REFRESH, 0.0), training_s))
     seconds[WHOLE] = training.epochs * epoch_s + first_late_s
     return seconds
+
+
+def _waits(training: _Training) -> bool:
+    """Whether training waits for a version that is late."""
+    return training.config.negatives.schedule != "eager"
+
+
+def _late_s(
+    training: _Training, seconds: dict[str, float], training_s: float, busy: float
+) -> float:
+    """Seconds by which a version makes training longer.
+
+    Args:
+        training: What is planned.
+        seconds: Those of `_refresh_seconds`.
+        training_s: Seconds of the steps of an epoch.
+        busy: Share of a step in which the device works.
+    """
+    late_s = 0.0
+    if _waits(training):
+        # Only for what a version takes longer than an epoch.
+        late_s = max(0.0, seconds.get(REFRESH, 0.0) - training_s)
+    if DEVICE_SEARCH in seconds:
+        # Or, if that is more, for the turns that the search takes on the device of the steps, which
+        # are as long as those of the steps meanwhile.
+        late_s = max(late_s, seconds[DEVICE_SEARCH] * busy / (1 + busy))
+    return late_s
 
 
 def _busy(traced: Trace) -> float:
@@ -402,7 +438,7 @@ def _busy(traced: Trace) -> float:
 def _refresh_seconds(training: _Training, traced: Trace, epoch_s: float) -> dict[str, float]:
     """Seconds of a version of the negatives, while an epoch trains; nothing without versions."""
     config = training.config
-    if not config.negatives.refreshed:
+    if not training.num_versions:
         return {}
     work = Refresh(
         rates=training.rates,
@@ -459,7 +495,7 @@ def _validation_s(training: _Training, traced: Trace) -> float:
 def _advice(training: _Training, run_s: dict[str, float]) -> list[str]:
     """What a run of this size needs that the defaults do not give it, a sentence each."""
     negatives = training.config.negatives
-    if not negatives.refreshed or negatives.schedule == "eager":
+    if not training.num_versions or not _waits(training):
         return []
     # A version is built in one epoch, for use in the next.
     slowest_refresh_s = max(run_s[REFRESH], run_s.get(FIRST_REFRESH, 0.0))
@@ -477,6 +513,11 @@ def _assumptions(training: _Training) -> list[str]:
     """What was not measured or counted, a sentence each."""
     rates = training.rates
     notes = list(training.data.assumptions)
+    if rates.source == "measured":
+        notes.append(
+            f"{rates.threads} threads in each process (cluster.threads_per_process), as where all"
+            " share this machine"
+        )
     if rates.source == "published specs":
         notes += assumptions()
         if training.workers > _MACHINE_DEVICES:
@@ -484,7 +525,7 @@ def _assumptions(training: _Training) -> list[str]:
                 "workers of different machines exchange as fast as devices of one machine, which few"
                 " networks do"
             )
-    if training.config.negatives.hard:
+    if training.config.negatives.hard and training.num_versions:
         if num_lists(training.config.negatives.index, training.rows):
             note = (
                 f"a search of an index with lists visits {APART.visited:.0%} of them, and"

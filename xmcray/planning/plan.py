@@ -38,6 +38,8 @@ def plan(
         ConfigError: settings or an encoder that do not go together.
         ResourceError: a worker needs more memory than it has; the message names what to change.
     """
+    num_shards = max(1, config.cluster.workers if workers is None else workers)
+    config.negatives.check_index(data.num_labels, num_shards)
     planned = estimate(
         config,
         data,

@@ -9,10 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from xmcray.errors import ConfigError, StorageError
+from xmcray import config as configs
+from xmcray.config import check_range
+from xmcray.errors import ConfigError, StorageError, one_line
 from xmcray.planning.counter import Operation
 from xmcray.storage.whole_files import write_json
 
+# Times that are too small to count, and cores that are not shared; the other rates are divided by.
+_MAY_BE_0 = ("slow_s", "sort_s", "call_s", "host_entry_s", "merge_s", "exchange_s", "cores")
 _WRITTEN_ROW = 2.0  # times a row that is read, because a write also reads what it replaces
 
 # Kinds of operations under the names that a plan shows.
@@ -129,17 +133,31 @@ def load_rates(path: Path) -> Rates:
 
     Raises:
         StorageError: no such file.
-        ConfigError: a file of something else, or of another release.
+        ConfigError: a file of something else, of another release, or with rates that none is.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        values["process_bytes"] = tuple(values["process_bytes"])  # JSON knows lists only
-        return Rates(**values)
+        rates = configs.build(Rates, json.loads(path.read_text(encoding="utf-8")))
+        _check(rates)
+        return rates
     except OSError as error:
         raise StorageError(
             f"probe {path} cannot be read ({error.strerror}); leave out --probe to measure"
         ) from None
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (TypeError, ValueError, AttributeError, RecursionError, ConfigError) as error:
         raise ConfigError(
-            f"probe {path} was not measured by this release; leave out --probe to measure again"
+            f"probe {path} was not measured by this release ({one_line(error)});"
+            " leave out --probe to measure again"
         ) from None
+
+
+def _check(rates: Rates) -> None:
+    """Raises ConfigError if a rate is not above 0, or a time below it."""
+    for field in dataclasses.fields(rates):
+        value = getattr(rates, field.name)
+        numbers = value if isinstance(value, tuple) else (value,)
+        for number in numbers:
+            if isinstance(number, str | bool | None):
+                continue
+            check_range(field.name, number, low=0)
+            if not number and field.name not in _MAY_BE_0:
+                raise ConfigError(f"{field.name} is 0, expected more than 0")

@@ -36,7 +36,6 @@ from xmcray.negatives.pool import NegativePool
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.ray_adapter.session import ray_session
 from xmcray.ray_adapter.workers import WorkerGroup, run_workers
-from xmcray.retrieval.ann_create import check_factory
 from xmcray.storage.remote import is_url
 from xmcray.storage.work_folder import locked
 from xmcray.training import trackers
@@ -106,7 +105,7 @@ def train(
     if config.negatives.teacher:
         # It is used late, so a wrong one is refused now.
         open_teacher(config.negatives.teacher, TrainingData(opened, config.data))
-    _refuse_index(config, opened.card.num_labels)
+    config.negatives.check_index(opened.card.num_labels, max(1, config.cluster.workers))
     if refit:
         TrainingData(opened, config.data).check_held_out()
     num_without_text = len(opened.labels_without_tokens())
@@ -159,17 +158,6 @@ def _refuse_mistakes(corpus: str | Path, out: str | Path, config: RunConfig, ref
     trackers.check(config.log.track)
     stored_texts = [str(corpus), *credentials.texts(config.to_dict())]
     credentials.refuse(stored_texts, "what the run would keep")
-
-
-def _refuse_index(config: RunConfig, num_labels: int) -> None:
-    """Raises ConfigError for an index that could not be built.
-
-    The first one is built epochs later, and a run cannot go on with another one.
-    """
-    negatives = config.negatives
-    if negatives.hard and negatives.index not in ("auto", "Flat"):
-        num_shards = max(1, config.cluster.workers)
-        check_factory("negatives.index", negatives.index, num_labels // num_shards)
 
 
 def _refuse_other_refit(path: Path, refit: bool) -> None:
@@ -334,7 +322,7 @@ def train_here(
 ) -> dict[str, Any]:
     """Trains in this process, without Ray; the index is built and searched in a thread."""
     cluster = run.config.cluster
-    threads = cluster.threads_per_process or max(1, (os.cpu_count() or 2) // 2)
+    threads = cluster.threads_on_one_machine(workers=0, num_shards=0)
     configure_this_process(threads)
     has_gpu = torch.cuda.is_available()
     if cluster.device == "gpu" and not has_gpu:

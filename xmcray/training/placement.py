@@ -329,7 +329,7 @@ def _threads(cluster: ClusterConfig, nodes: Nodes, num_shards: int, each: Resour
     waits_for_nodes = nodes.autoscaled and nodes.room(each) < cluster.workers
     if waits_for_nodes or len(nodes_with_cpus) > 1:
         return max(1, int(cluster.cpus_per_worker))
-    return max(1, (os.cpu_count() or 1) // (cluster.workers + num_shards))
+    return cluster.threads_on_one_machine(cluster.workers, num_shards)
 
 
 def _worker_types(cluster_file: Mapping[str, Any]) -> list[tuple[Resources, int]]:

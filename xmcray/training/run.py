@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -115,6 +116,18 @@ class ClusterConfig:
             index_nice=(0, 19),
         )
         check_choices(self, "cluster")
+
+    def threads_on_one_machine(self, workers: int, num_shards: int) -> int:
+        """Threads of each process where all share this machine; together they have its cores.
+
+        Args:
+            workers: training processes; 0 is this process, in which a thread makes the index.
+            num_shards: index actors.
+        """
+        if self.threads_per_process:
+            return self.threads_per_process
+        num_processes = workers + num_shards if workers else 2
+        return max(1, (os.cpu_count() or 1) // num_processes)
 
     @property
     def index_may_use_gpu(self) -> bool:

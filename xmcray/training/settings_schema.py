@@ -10,8 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from xmcray.methods.registry import method_entry
-from xmcray.training.run import OPTIONAL_SECTIONS, RunConfig
+from xmcray.training.run import RunConfig
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -25,16 +24,14 @@ def settings_schema(method_name: str) -> dict[str, Any]:
     Raises:
         ConfigError: unknown method.
     """
-    entry = method_entry(method_name)
-    properties: dict[str, Any] = {
-        "method_name": {"const": method_name},
-        "method": _section_schema(entry.config_type()),
-    }
-    for field in dataclasses.fields(RunConfig):
-        if field.default_factory is not dataclasses.MISSING:
-            properties[field.name] = _section_schema(field.default_factory())
-    for name in entry.sections:
-        properties[name] = _section_schema(OPTIONAL_SECTIONS[name]())
+    # A method may have other defaults than the classes of the sections.
+    config = RunConfig.resolve(method_name, {})
+    properties: dict[str, Any] = {"method_name": {"const": method_name}}
+    for field in dataclasses.fields(config):
+        settings = getattr(config, field.name)
+        # Sections that the method does not have are None.
+        if dataclasses.is_dataclass(settings):
+            properties[field.name] = _section_schema(settings)
     return {
         "$schema": _DIALECT,
         "title": f"Settings of xmcray train {method_name}",

@@ -30,7 +30,8 @@ class Limits:
         end_s: seconds on the clock at which the time is over.
         allowed_s: seconds that the whole training may take. One that will need more is too slow.
         grace_s: seconds after `end_s` that are left to a training that is more than half done.
-        rival: called after a third of the epochs; the training ends unless its score is higher.
+        rival: called at the first validation after a third of the epochs; the training ends unless its
+            score is higher.
     """
 
     end_s: float
@@ -61,6 +62,7 @@ class Pacer:
         self.reason = ""
         self.epoch_s = 0.0
         self._best = 0.0
+        self._is_compared = False
         self._is_past_half = False
         self._timer = threading.Timer(0, self._end_of_time)
         self._stop: Callable[[], None] = lambda: None
@@ -81,6 +83,8 @@ class Pacer:
             score = score_of(record, METRIC)
             if score is not None:
                 self._best = max(self._best, score)
+                # It was compared then.
+                self._is_compared |= int(record["epoch"]) + 1 >= rung(self.epochs)
         self._set_timer(self.limits.end_s - self.clock.spent_s)
         try:
             with self.clock.counting(self.name), following(run / "metrics.jsonl", self.hear):
@@ -111,8 +115,14 @@ class Pacer:
             self._judge_speed(int(record["step"]), int(record["last_step"]))
             return
         self._best = max(self._best, score)
-        epochs_done = int(record["epoch"]) + 1
-        if epochs_done == rung(self.epochs) and self._best <= self.limits.rival():
+        self._compare(epochs_done=int(record["epoch"]) + 1)
+
+    def _compare(self, epochs_done: int) -> None:
+        """Ends the training if it is behind at its first validation after a third of the epochs."""
+        if self._is_compared or epochs_done < rung(self.epochs):
+            return
+        self._is_compared = True
+        if epochs_done < self.epochs and self._best <= self.limits.rival():
             self._end("behind")
 
     def _judge_speed(self, step: int, last_step: int) -> None:
@@ -143,17 +153,18 @@ class Pacer:
 
 
 def rung(epochs: int) -> int:
-    """The epoch after which a trial is compared."""
+    """The epoch after which a trial is compared, at its next validation."""
     return math.ceil(epochs * RUNG)
 
 
 def score_at_rung(trial: Trial, epochs: int) -> float:
-    """The best score of a trial up to the epoch after which it is compared.
+    """The best score of a trial up to the validation at which it is compared.
 
-    It is -inf if the trial has not come that far, or was not validated up to there.
+    It is -inf if the trial has not come that far.
     """
-    rung_epoch = rung(epochs)
-    if not trial.curve or trial.curve[-1].epochs < rung_epoch:
-        return -math.inf
-    scores = [validation.score for validation in trial.curve if validation.epochs <= rung_epoch]
-    return max(scores, default=-math.inf)
+    best = -math.inf
+    for validation in trial.curve:
+        best = max(best, validation.score)
+        if validation.epochs >= rung(epochs):
+            return best
+    return -math.inf

@@ -7,6 +7,7 @@ docs/methods/README.md.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,13 +64,48 @@ def candidates(corpus: Corpus, methods: Sequence[str] = DEFAULT_METHODS) -> list
     """
     has_transformer = _can_distil()
     presets = nearest_presets(corpus.card.num_labels, corpus.card.num_train)
-    chosen: list[Candidate] = []
+    chosen = []
     for method, preset, is_other_encoder in _order(methods, presets[:NUM_PRESETS]):
-        candidate = _candidate(method, preset, is_other_encoder, has_transformer)
-        # Presets of several data sets may be equal.
-        if not any(_are_equal(candidate, other) for other in chosen):
-            chosen.append(candidate)
-    return chosen
+        chosen.append(_candidate(method, preset, is_other_encoder, has_transformer))
+    # Presets of several data sets may be equal.
+    return _without_equal_ones(chosen)
+
+
+def with_overrides(candidates: Sequence[Candidate], overrides: Values) -> list[Candidate]:
+    """Candidates with settings in place of their own, by dotted name; equal ones once."""
+    changed = []
+    for candidate in candidates:
+        values = {**candidate.values, **overrides}
+        encoder = encoder_in_words(values)
+        changed.append(dataclasses.replace(candidate, encoder=encoder, values=values))
+    return _without_equal_ones(changed)
+
+
+def encoder_in_words(values: Values) -> str:
+    """The encoder of a training, such as "static, distilled from all-MiniLM-L6-v2".
+
+    Args:
+        values: settings by dotted name.
+    """
+    name = values.get("encoder.name", "static")
+    if name != "static":
+        return _last_part(name)
+    start = values.get("encoder.init_from", "")
+    return f"static, distilled from {_last_part(start)}" if start else "static"
+
+
+def _last_part(model: Any) -> str:
+    """The name of a model without its owner or folder."""
+    return str(model).rstrip("/").rpartition("/")[2]
+
+
+def _without_equal_ones(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The first of each group of candidates that are the same training."""
+    kept: list[Candidate] = []
+    for candidate in candidates:
+        if not any(_are_equal(candidate, other) for other in kept):
+            kept.append(candidate)
+    return kept
 
 
 def _are_equal(first: Candidate, second: Candidate) -> bool:
@@ -116,11 +152,9 @@ def _candidate(
     is_distilled = bool(values.pop("encoder.init_from", ""))
     if is_other_encoder:
         is_distilled = not is_distilled
-    encoder = "static"
     if is_distilled and has_transformer:
         values["encoder.init_from"] = DISTILLED_FROM
-        encoder = f"static, distilled from {DISTILLED_FROM.rpartition('/')[2]}"
-    return Candidate(method, preset, encoder, values)
+    return Candidate(method, preset, encoder_in_words(values), values)
 
 
 def dotted(settings: Mapping[str, Any], prefix: str = "") -> Values:

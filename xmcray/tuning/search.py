@@ -24,7 +24,7 @@ from ray.tune.search import Searcher
 from ray.tune.stopper import Stopper
 
 from xmcray import draws, errors
-from xmcray.errors import ConfigError, ResourceError, RunError, StorageError, XmcrayError
+from xmcray.errors import ConfigError, ResourceError, StorageError, XmcrayError
 from xmcray.ray_adapter import private
 from xmcray.ray_adapter.session import ray_session
 from xmcray.training.run import ClusterConfig
@@ -88,19 +88,13 @@ def run_sweep(
         on_end: called when a trial has ended.
 
     Raises:
-        XmcrayError: a mistake that concerns more than one trial, or all trials failed.
+        XmcrayError: a mistake that concerns more than one trial.
     """
     ended = {trial.number for trial in sweep.trials() if trial.state != "unfinished"}
     remaining = [number for number in range(num_trials) if number not in ended]
     if remaining:
         _run_remaining(sweep, Guide(sweep, remaining, keep, on_end), cluster)
     sweep.prune(keep)
-    trials = sweep.trials()
-    failed = [trial for trial in trials if trial.state == "failed"]
-    if failed and len(failed) == len(trials):
-        raise RunError(
-            f"none of {len(failed)} trials finished; the first failed because {failed[0].message}"
-        )
 
 
 def _run_remaining(sweep: Sweep, guide: Guide, cluster: ClusterConfig) -> None:
@@ -269,6 +263,7 @@ class Guide(Searcher):
         self._next_numbers = iter(begun + new)
         self._running: dict[str, int] = {}
         self._mistakes: dict[str, XmcrayError] = {}
+        self._reasons: dict[str, str] = {}
         self.proposals = proposals(sweep)
 
     def suggest(self, trial_id: str) -> Any:
@@ -308,6 +303,15 @@ class Guide(Searcher):
         if isinstance(error, _FATAL) and self.problem is None:
             self.problem = error
 
+    def stop(self, trial_id: str, reason: str) -> None:
+        """Takes note of why a trial is stopped; without a reason it is behind others.
+
+        Args:
+            trial_id: Tune's name of the trial.
+            reason: a clause that follows "because".
+        """
+        self._reasons[trial_id] = reason
+
     def on_trial_complete(
         self,
         trial_id: str,
@@ -344,7 +348,8 @@ class Guide(Searcher):
         elif (self.sweep.run_path(number) / "result.json").is_file():
             self.sweep.end(number, "finished")
         else:
-            self.sweep.end(number, "stopped")
+            reason = self._reasons.get(trial_id, "it was behind others after as many epochs")
+            self.sweep.end(number, "stopped", reason)
 
     def on_trial_result(self, trial_id: str, result: Mapping[str, Any]) -> None:
         """Does nothing: the scheduler decides by results."""
@@ -387,7 +392,14 @@ class TrialStopper(Stopper):
             kind, message = result[MISTAKE]
             self.guide.hear(trial_id, kind, message)
         expected_cpu_s = float(result.get(EXPECTED_CPU_S, 0.0))
-        return 0 < self.limit_cpu_s < expected_cpu_s
+        if not 0 < self.limit_cpu_s < expected_cpu_s:
+            return False
+        reason = (
+            f"it would take {expected_cpu_s:,.0f} s of CPU time,"
+            f" and --trial-cpu-s allows {self.limit_cpu_s:,.0f}"
+        )
+        self.guide.stop(trial_id, reason)
+        return True
 
     def stop_all(self) -> bool:
         """Whether all trials end now."""

@@ -31,7 +31,7 @@ from xmcray.storage.whole_files import read_json, write_json
 from xmcray.storage.work_folder import FolderKind
 from xmcray.training.run import RunConfig
 from xmcray.tuning.lanes import threads_of_lane
-from xmcray.tuning.portfolio import METHODS, Candidate, candidates
+from xmcray.tuning.portfolio import METHODS, Candidate, candidates, with_overrides
 from xmcray.tuning.space import Values, nested
 from xmcray.tuning.sweep import Sweep, SweepConfig, Trial
 
@@ -275,14 +275,12 @@ def _checked_candidates(
     corpus: Corpus, methods: Sequence[str], overrides: Values
 ) -> list[Candidate]:
     """The candidates for a corpus, with overrides that their methods accept."""
-    chosen = []
+    chosen = with_overrides(candidates(corpus, methods), overrides)
     data_configs = set()
-    for candidate in candidates(corpus, methods):
-        values = {**candidate.values, **overrides}
+    for candidate in chosen:
         # Wrong settings are refused here, before anything is trained.
-        settings = configs.overlay(_held_out(corpus), nested(values))
+        settings = configs.overlay(_held_out(corpus), nested(candidate.values))
         data_configs.add(RunConfig.resolve(candidate.method, settings).data)
-        chosen.append(dataclasses.replace(candidate, values=values))
     for data_config in data_configs:
         TrainingData(corpus, data_config).check_held_out()
     return chosen

@@ -323,6 +323,21 @@ class Sweep:
             return None
         return self._settings_of(ranked[0])
 
+    def check_scores(self) -> None:
+        """Refuses a sweep without a result.
+
+        Raises:
+            RunError: no trial has a score; the message says why the first has none.
+        """
+        trials = self.trials()
+        if any(trial.score is not None for trial in trials):
+            return
+        first = trials[0]
+        verb = "was stopped" if first.state == "stopped" else first.state
+        raise RunError(
+            f"none of {len(trials)} trials has a score; the first {verb} because {first.message}"
+        )
+
     def write_results(self) -> None:
         """Writes results.json, and best.yaml if some trial has a score."""
         ranked = self.ranked()

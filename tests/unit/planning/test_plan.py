@@ -56,7 +56,8 @@ from xmcray.planning.trace import on_line, trace
 from xmcray.retrieval import exact
 from xmcray.training.checkpoint_writer import CheckpointWriter
 from xmcray.training.loop import Setup, build
-from xmcray.training.run import RunConfig
+from xmcray.training.placement import Nodes, place
+from xmcray.training.run import ClusterConfig, RunConfig
 from xmcray.types import Ragged
 
 A100 = device_rates("a100-80gb")
@@ -523,6 +524,55 @@ def test_late_versions_are_planned_with_the_time_to_wait_for_them() -> None:
     assert advice("negatives.schedule=eager") == []
 
 
+def slow_refreshes(*settings: str) -> Plan:
+    """A plan in which a version of the negatives takes hours longer than an epoch."""
+    slow = dataclasses.replace(A100, search_flop_s=1e5)
+    fixed = ["encoder.dim=8", "negatives.wait_s=1e9", "optim.epochs=20", ON_HOST[1]]
+    config = RunConfig.resolve("astra", {}, [*fixed, *settings])
+    return plan(config, from_numbers(10_000, 20_000, 12), slow)
+
+
+def test_training_waits_for_each_version_that_it_uses() -> None:
+    def waited_s(*settings: str) -> float:
+        with_versions = slow_refreshes(*settings)
+        late_s = with_versions.run_s[REFRESH] - with_versions.run_s[STEPS]
+        first_late_s = with_versions.run_s[FIRST_REFRESH] - with_versions.run_s[REFRESH]
+        without = slow_refreshes(*settings, "negatives.start_epoch=20")
+        return (with_versions.total_s - without.total_s - first_late_s) / late_s
+
+    # Versions for the epochs 5, 10 and 15 of 20; and for 5, 14.
+    assert waited_s() == pytest.approx(3)
+    assert waited_s("negatives.refresh_every=9") == pytest.approx(2)
+    # A training of 10 epochs does not use the version for epoch 10.
+    assert waited_s("optim.stop_epoch=10") == pytest.approx(1)
+
+
+def test_versions_that_no_epoch_uses_are_not_planned() -> None:
+    short = slow_refreshes("optim.epochs=5")
+    assert REFRESH not in short.run_s
+    assert FIRST_REFRESH not in short.run_s
+    assert not short.advice
+    assert not any("index actors" in note for note in short.assumptions)
+    assert short.total_s < slow_refreshes("optim.epochs=6").total_s / 5
+
+
+def test_an_eager_schedule_waits_for_no_version() -> None:
+    eager = slow_refreshes("negatives.schedule=eager")
+    assert eager.run_s[REFRESH] > eager.run_s[STEPS]
+    without = slow_refreshes("negatives.start_epoch=20")
+    assert eager.total_s == pytest.approx(without.total_s)
+
+
+@pytest.mark.parametrize(("every", "number"), [(0, 1), (1, 20), (3, 7), (20, 1), (30, 1)])
+def test_the_last_epoch_ends_with_a_validation(every: int, number: int) -> None:
+    settings = ("negatives.hard=0", f"log.validate_every={every}")
+    planned = slow_refreshes(*settings)
+    validation_s = planned.run_s["one validation"]
+    assert validation_s > 0
+    steps_s = planned.epochs * planned.run_s[STEPS]
+    assert planned.total_s == pytest.approx(steps_s + number * validation_s)
+
+
 def test_clusters_alone_have_actors_without_an_index() -> None:
     settings = ["negatives.hard=0", "negatives.uniform=100"]
     alone = made("astra", *settings, "negatives.cluster_size=4", labels=2000)
@@ -551,6 +601,45 @@ def test_rates_are_kept_and_read(tmp_path: Path) -> None:
     assert {"a100-80gb", "h100-80gb", "h200-141gb", "l4-24gb"} <= SPECS.keys()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("call_s", None, "call_s is None, expected a number"),
+        ("call_s", "x", "call_s is 'x', expected a number"),
+        ("pass_bytes_s", 0, "pass_bytes_s is 0, expected more than 0"),
+        ("sort_s", -1, "sort_s is -1.0, expected at least 0"),
+        ("process_bytes", [1, 0], "process_bytes is 0, expected more than 0"),
+        ("threads", 0, "threads is 0, expected more than 0"),
+        ("device", 1, "device is 1, expected str"),
+    ],
+)
+def test_damaged_rates_are_one_line(
+    name: str, value: object, reason: str, tmp_path: Path, shell: Shell
+) -> None:
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps({**dataclasses.asdict(ON_CPU), name: value}))
+    error = shell.error(f"plan astra {ON_THIS_MACHINE} --probe {file}")
+    assert error.startswith(f"probe {file} was not measured by this release ({reason})")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{}", "nojson", "[1]", '{"model_type": "foo"}', '{"model_type": "bert", "hidden_size": "x"}'],
+)
+def test_a_damaged_transformer_is_one_line(content: str, tmp_path: Path, shell: Shell) -> None:
+    (tmp_path / "config.json").write_text(content)
+    error = shell.error(f"plan astra {SIZE} --set encoder.name={tmp_path}")
+    assert f"encoder.name is '{tmp_path}', whose config.json is no transformer's (" in error
+
+
+def test_an_index_that_could_not_be_built_is_refused(shell: Shell) -> None:
+    plan = "plan astra --labels 1000 --queries 1000 --device a100-80gb --workers 2"
+    expected = "negatives.index is 'Foo', expected a FAISS factory string"
+    assert expected in shell.error(f"{plan} --set negatives.index=Foo")
+    expected = "negatives.index is 'IVF600,Flat' with 600 lists, found 500 labels in an index"
+    assert expected in shell.error(f"{plan} --set negatives.index=IVF600,Flat")
+
+
 SIZE = "--labels 1.3e6 --queries 2.2e6 --device a100-80gb"
 
 
@@ -565,6 +654,53 @@ def test_the_verb_prints_a_plan(shell: Shell) -> None:
     assert "assumed: device rates are published specs" in printed
     assert "16 tokens in each text (no --tokens-per-text was given)" in printed
     assert "12.9 tokens in each text" in shell.run(f"{plan} --tokens-per-text 12.9")
+
+
+ON_THIS_MACHINE = "--labels 1000 --queries 1000 --set encoder.dim=8"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "threads"),
+    [
+        ("--workers 2", 2),  # as many index actors as workers
+        ("--workers 2 --set negatives.hard=0", 4),
+        ("--set cluster.workers=0", 4),  # a half for the steps, a half for the index
+        ("--workers 2 --set cluster.threads_per_process=3", 3),
+    ],
+)
+def test_a_machine_is_measured_with_the_threads_of_a_training(
+    arguments: str,
+    threads: int,
+    tmp_path: Path,
+    shell: Shell,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def measured(threads: int) -> Rates:
+        return dataclasses.replace(ON_CPU, source="measured", threads=threads, cores=8)
+
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("xmcray.planning.probe.probe", measured)
+    file = tmp_path / "rates.json"
+    command = f"plan astra {ON_THIS_MACHINE} {arguments} --probe {file}"
+    note = f"assumed: {threads} threads in each process (cluster.threads_per_process)"
+    assert note in shell.run(command)
+    assert load_rates(file).threads == threads
+    assert note in shell.run(command)
+    problem = f"probe {file} was measured with {threads} threads, but processes of this training"
+    error = shell.error(f"{command} --set cluster.threads_per_process=7")
+    assert error.startswith(f"{problem} have 7; measure into another file, or")
+
+
+@pytest.mark.parametrize("settings", [{}, {"threads_per_process": 3}])
+@pytest.mark.parametrize("num_shards", [0, 2])
+def test_a_plan_has_the_threads_of_the_placement(
+    settings: dict[str, int], num_shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    cluster = ClusterConfig(workers=2, cpus_per_worker=1, **settings)
+    nodes = Nodes({"a": {"CPU": 8.0}}, [], autoscaled=False)
+    threads = place(cluster, nodes, num_shards).threads
+    assert threads == cluster.threads_on_one_machine(2, num_shards)
 
 
 @pytest.mark.parametrize(

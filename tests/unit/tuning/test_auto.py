@@ -241,7 +241,30 @@ def test_a_training_that_is_behind_ends_after_a_third(tmp_path: Path) -> None:
     assert score_at_rung(trial, epochs=12) == -math.inf, "it is not there yet"
     # Validated every fifth epoch, so not before a third of 12 epochs.
     rarely = Trial(0, {}, "finished", curve=(Validation(5, 0.1), Validation(10, 0.3)))
-    assert score_at_rung(rarely, epochs=12) == -math.inf
+    assert score_at_rung(rarely, epochs=12) == 0.1
+    early = Trial(0, {}, "stopped", curve=(Validation(3, 0.1),))
+    assert score_at_rung(early, epochs=12) == -math.inf
+
+
+def test_a_training_that_is_validated_rarely_is_compared_once(tmp_path: Path) -> None:
+    def validation(epochs_done: int, score: float) -> tuple[float, dict[str, Any]]:
+        values = dict.fromkeys(METRIC.split("+"), score)
+        return 1.0, {"step": 10 * epochs_done, "epoch": epochs_done - 1, **values}
+
+    rivals = iter([0.3, 1.0])
+    limits = Limits(math.inf, rival=lambda: next(rivals))
+    # A third of 6 epochs are 2, and the validation after that is the third.
+    ahead = [validation(3, 0.4), validation(5, 0.4)]
+    assert paced(tmp_path, limits, ahead).reason == ""
+    assert next(rivals) == 1.0, "compared once"
+    behind = Limits(math.inf, rival=lambda: 0.3)
+    assert paced(tmp_path, behind, [validation(3, 0.2)]).reason == "behind"
+    # There is nothing to save after the last epoch.
+    assert paced(tmp_path, behind, [validation(6, 0.2)]).reason == ""
+    # A training that goes on was compared before.
+    past = dict.fromkeys(METRIC.split("+"), 0.2)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 30, "epoch": 2, **past}) + "\n")
+    assert paced(tmp_path, behind, [validation(5, 0.2)]).reason == ""
 
 
 def test_a_training_that_is_too_slow_is_tried_with_fewer_epochs_again_and_again(
@@ -306,6 +329,43 @@ def test_presets_of_about_the_size_come_first(monkeypatch: pytest.MonkeyPatch) -
         # Only names such as "optim.lr" are settings of a trial.
         names = {name for candidate in chosen for name in candidate.values}
         assert [name for name in names if "." not in name] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "encoder"),
+    [
+        ({"encoder.init_from": ""}, "static"),
+        ({"encoder.init_from": "owner/small"}, "static, distilled from small"),
+        ({"encoder.name": "folder/of/mine/"}, "mine"),
+    ],
+)
+def test_candidates_with_the_same_settings_are_tried_once(
+    overrides: dict[str, Any], encoder: str
+) -> None:
+    distilled = {**ASTRA, "encoder.init_from": portfolio.DISTILLED_FROM}
+    starts = [
+        Candidate("astra", "sample", "static", {**ASTRA, "encoder.init_from": ""}),
+        Candidate("astra", "sample", "static, distilled from all-MiniLM-L6-v2", distilled),
+        Candidate("dexml", "sample", "static", distilled),
+    ]
+    chosen = portfolio.with_overrides(starts, {"encoder.init_from": "", **overrides})
+    assert [candidate.method for candidate in chosen] == ["astra", "dexml"]
+    assert {candidate.encoder for candidate in chosen} == {encoder}
+
+
+def test_a_study_keeps_each_training_once(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distilled = {**ASTRA, "encoder.init_from": portfolio.DISTILLED_FROM}
+    starts = [
+        Candidate("astra", "sample", "static, distilled from all-MiniLM-L6-v2", distilled),
+        Candidate("astra", "sample", "static", ASTRA),
+    ]
+    monkeypatch.setattr(study, "candidates", lambda *_: starts)
+    overrides = {**SMALL, "encoder.init_from": ""}
+    made = study.Study.open_or_create(tmp_path, corpus, ["astra"], overrides)
+    (candidate,) = made.candidates
+    assert candidate.encoder == "static"
 
 
 @pytest.mark.parametrize(

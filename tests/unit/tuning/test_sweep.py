@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from corpora import planted_corpus
 from parsed_page import Page
 from shell import Shell
 
@@ -156,6 +157,41 @@ def test_a_trial_that_would_need_too_much_time_is_stopped(tmp_path: Path) -> Non
     assert limited("a", {"expected_cpu_s": 101.0})
     assert not limited("a", {"expected_cpu_s": 99.0})
     assert not TrialStopper(guide, 0.0)("a", {"expected_cpu_s": 1e9}), "0 is no limit"
+
+
+def test_a_stopped_trial_has_a_reason(tmp_path: Path) -> None:
+    sweep = Sweep.open_or_create(tmp_path, config())
+    guide = Guide(sweep, [0, 1], 1, lambda trial: None)
+    guide.suggest("expensive")
+    guide.suggest("behind")
+    assert TrialStopper(guide, 100.0)("expensive", {"expected_cpu_s": 1234.5})
+    guide.on_trial_complete("expensive")
+    guide.on_trial_complete("behind")
+    reason = "it would take 1,234 s of CPU time, and --trial-cpu-s allows 100"
+    assert sweep.trial(0).message == reason
+    assert sweep.trial(1).message == "it was behind others after as many epochs"
+
+
+@pytest.mark.parametrize(
+    ("state", "said"), [("stopped", "was stopped because why"), ("failed", "failed because why")]
+)
+def test_a_sweep_in_which_no_trial_has_a_score_is_one_line(
+    state: str, said: str, tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_sweep(sweep: Sweep, *_: object) -> None:
+        for number in range(2):
+            sweep.draw(number, {"optim.lr": 0.1})
+            sweep.end(number, state, "why")  # type: ignore[arg-type]
+
+    monkeypatch.setattr("xmcray.tuning.search.run_sweep", run_sweep)
+    corpus = planted_corpus(tmp_path, num_queries=201, num_labels=31)
+    space = tmp_path / "space.yaml"
+    space.write_text("optim.lr: {uniform: [0, 1]}\n")
+    command = f"tune astra --data {corpus.path} --space {space} --out {tmp_path}/sweep"
+    assert shell.error(command) == f"none of 2 trials has a score; the first {said}"
+    # What was tried can be read all the same.
+    assert (tmp_path / "sweep" / "report.html").is_file()
+    assert not (tmp_path / "sweep" / "best.yaml").exists()
 
 
 def test_the_time_of_a_trial_follows_from_its_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,6 +352,8 @@ def test_importance_is_that_of_the_last_common_epoch() -> None:
             "data.validation is 0, so no query is left to compare trials by",
         ),
         ("astra --set log.validate_every=0", "log.validate_every is 0, but asha compares trials"),
+        ("astra --set log.validate_every=2", "log.validate_every is 2, but asha compares trials"),
+        ("astra --set log.validate_every=2 --scheduler none", "C does not exist"),
         (
             "astra --trial-cpu-s 60 --workers 2",
             "--trial-cpu-s limits trials that train in one process each, but they have 2 workers",
@@ -348,6 +386,30 @@ def test_what_cannot_be_searched(name: str, tmp_path: Path, shell: Shell) -> Non
     space.write_text(f"{name}: {{int: [1, 2]}}\n")
     error = shell.error(f"tune rae --data C --space {space} --out D")
     assert f"{name} cannot be searched: " in error
+
+
+@pytest.mark.parametrize(
+    ("method", "setting"), [("renee", "optim.epochs=2"), ("astra", "method.classifier.lr=1")]
+)
+def test_a_setting_is_set_or_searched(
+    method: str, setting: str, tmp_path: Path, shell: Shell
+) -> None:
+    name = setting.partition("=")[0]
+    command = f"tune {method} --data {tmp_path}/C --out {tmp_path}/out"
+    problem = f"{name} is set and searched by space:{method}; leave out one of the two"
+    assert shell.error(f"{command} --set {setting}") == problem
+
+
+def test_presets_and_files_may_have_what_is_searched(
+    tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("optim: {epochs: 2}\n")
+    for source in ("preset:renee/sample", settings):
+        command = f"tune renee --data {tmp_path}/C --out {tmp_path}/out --config {source}"
+        # The next thing that is missing is the corpus.
+        assert f"{tmp_path}/C does not exist" in shell.error(command)
 
 
 def test_transformers_that_cannot_be_had_are_left_out(
