@@ -118,7 +118,7 @@ def tune(
         values = configs.overlay(values, {"cluster": {"workers": workers}})
     settings = RunConfig.resolve(method, values)
     _check_not_set(space_as_given, space_name, set_one_by_one(config))
-    space_file = _without_missing_models(space_file, space_name)
+    left_out = _left_out(out, space_as_given, space_name)
     # The checks need a definition, and the corpus is opened only when they have passed.
     definition = SweepConfig(
         method=method,
@@ -131,6 +131,7 @@ def tune(
         metric=metric,
         seed=seed,
         trial_cpu_s=trial_cpu_s or 0.0,
+        left_out=left_out,
     )
     definition = _checked(definition, settings, space_name, first, data)
     return _run(definition, settings, data, out, trials, keep, progress)
@@ -148,7 +149,7 @@ def _checked(
     from xmcray.data.corpus import Corpus
     from xmcray.tuning.space import check_space, parse_space
 
-    space = parse_space(definition.space, space_name)
+    space = parse_space(definition.searched, space_name)
     check_space(space, definition.resolve, space_name)
     first_values = _first_values(definition.method, first, space, settings)
     for values in first_values:
@@ -200,34 +201,44 @@ def _has(settings: Mapping[str, Any], name: str) -> bool:
     return True
 
 
-def _without_missing_models(space_file: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The space's file without transformers that cannot be opened, each of which is logged.
+def _missing_models(space: Space, where: str) -> dict[str, list[str]]:
+    """The transformers of the space that cannot be opened, by the setting that names them.
 
-    So a machine without a network searches the rest.
+    So a machine without a network searches the rest. Each is logged.
 
     Raises:
         ConfigError: no choice would be left.
     """
     from xmcray.nn import pretrained
-    from xmcray.tuning.space import parse_space
 
-    kept = dict(space_file)
-    space = parse_space(space_file, where)
-    for name in _MODELS.intersection(space):
-        choices = []
-        for model in space[name].values_to_check():
+    missing = {}
+    # Sorted, so that messages come in the same order each time.
+    for name in sorted(_MODELS.intersection(space)):
+        models = []
+        choices = space[name].values_to_check()
+        for model in choices:
             try:
                 if model not in ("", "static"):
                     pretrained.find(str(model))
             except ConfigError as error:
                 problem = f"{where}: {name}: {error}"
                 logger.warning("%s; it is left out", problem)
-            else:
-                choices.append(model)
-        if not choices:
+                models.append(model)
+        if len(models) == len(choices):
             raise ConfigError(problem)
-        kept[name] = {"choice": choices}
-    return kept
+        if models:
+            missing[name] = models
+    return missing
+
+
+def _left_out(out: Location, space: Space, space_name: str) -> Mapping[str, Any]:
+    """What the sweep in a folder has left out since its start; for a new one, the missing models."""
+    from xmcray.tuning.sweep import Sweep
+
+    folder = Path(out)
+    if (folder / "sweep.json").is_file():
+        return Sweep.open(folder).config.left_out
+    return _missing_models(space, space_name)
 
 
 def _first_values(

@@ -20,7 +20,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -56,6 +56,8 @@ class SweepConfig:
         corpus_sha256: hash of its content.
         settings: a whole run configuration as plain values, which all trials share.
         space: content of the space's file.
+        left_out: choices of the space that cannot be had on the machine that began the sweep, such
+            as transformers, by dotted name. Later starts leave out the same.
         search: "random", or "optuna" (a Parzen estimator).
         scheduler: "asha" ends trials that are behind others at the same epoch; "none" trains all of
             them to the end.
@@ -78,6 +80,7 @@ class SweepConfig:
     seed: int = 0
     first: tuple[Mapping[str, Any], ...] = ()
     trial_cpu_s: float = 0.0
+    left_out: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -86,6 +89,15 @@ class SweepConfig:
         for name in self.metric.split("+"):
             if name not in METRICS:
                 raise ConfigError(configs.unknown("metric", name, METRICS))
+
+    @property
+    def searched(self) -> dict[str, Any]:
+        """The space without the choices that are left out."""
+        searched = dict(self.space)
+        for name, models in self.left_out.items():
+            choices = [value for value in searched[name]["choice"] if value not in models]
+            searched[name] = {"choice": choices}
+        return searched
 
     def resolve(self, values: Values, cluster: Mapping[str, Any] | None = None) -> RunConfig:
         """The configuration of a trial.
@@ -196,8 +208,9 @@ class Sweep:
             RunError: the folder holds another sweep; the message names the first difference.
         """
         if (path / "sweep.json").is_file():
-            before = _identity(cls.open(path).config)
-            difference = next(configs.differences(before, _identity(config)), None)
+            stored = cls.open(path).config
+            config = dataclasses.replace(config, left_out=stored.left_out)
+            difference = next(configs.differences(_identity(stored), _identity(config)), None)
             if difference:
                 raise RunError(
                     f"{path} holds a sweep with {difference};"
@@ -231,7 +244,7 @@ class Sweep:
     @property
     def space(self) -> Space:
         """The search space."""
-        return parse_space(self.config.space, "sweep.json")
+        return parse_space(self.config.searched, "sweep.json")
 
     def run_path(self, number: int) -> Path:
         """Folder of a trial's run."""
@@ -394,6 +407,7 @@ def _identity(config: SweepConfig) -> dict[str, Any]:
     content = json.dumps(dataclasses.asdict(config))
     body: dict[str, Any] = json.loads(content)
     del body["corpus"]  # it may have moved; its hash stays
+    del body["left_out"]  # a sweep keeps those of its first start
     # The section `cluster` changes no result, and of `log` only these settings do.
     body["settings"].pop("cluster", None)
     log = body["settings"].pop("log", {})

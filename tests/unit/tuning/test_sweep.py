@@ -425,6 +425,41 @@ def test_transformers_that_cannot_be_had_are_left_out(
     assert f"{space}: encoder.init_from: encoder 'no/such' is no folder" in shell.error(command)
 
 
+def test_a_sweep_that_began_without_a_network_goes_on_with_one(
+    tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_sweep(sweep: Sweep, *_: object) -> None:
+        choices.append(sweep.space["encoder.init_from"].values_to_check())
+
+    def find(name: str) -> Path:
+        if not is_online:
+            raise ConfigError(f"encoder {name!r} cannot be downloaded")
+        return tmp_path
+
+    choices: list[object] = []
+    is_online = False
+    monkeypatch.setattr("xmcray.tuning.search.run_sweep", run_sweep)
+    monkeypatch.setattr("xmcray.nn.pretrained.find", find)
+    monkeypatch.setattr(Sweep, "check_scores", lambda _: None)
+    corpus = planted_corpus(tmp_path, num_queries=201, num_labels=31)
+    space = tmp_path / "space.yaml"
+    space.write_text('encoder.init_from: {choice: ["", some/model]}\n')
+    command = f"tune rae --data {corpus.path} --space {space} --out"
+    shell.run(command, tmp_path / "sweep")
+    is_online = True
+    shell.run(command, tmp_path / "sweep")
+    shell.run(command, tmp_path / "other")
+    is_online = False
+    shell.run(command, tmp_path / "other")
+    both = ("", "some/model")
+    assert choices == [("",), ("",), both, both]
+    # The space itself is compared as it was given.
+    space.write_text('encoder.init_from: {choice: ["", other/model]}\n')
+    assert "holds a sweep with space.encoder.init_from.choice" in shell.error(
+        command, tmp_path / "sweep"
+    )
+
+
 def test_no_optuna(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     sweep = Sweep.open_or_create(tmp_path, config(search="optuna"))
