@@ -49,7 +49,6 @@ from xmcray.retrieval.bundle import (
 from xmcray.retrieval.retriever import Retriever
 from xmcray.storage.artifact import open_artifact
 from xmcray.storage.manifest import FileEntry, read_manifest
-from xmcray.training.export import index_spec
 
 DIM = 64
 SEARCHES = 100
@@ -121,8 +120,7 @@ def main() -> None:
 def write_bundle(folder: Path, num_shards: int, rows: int) -> None:
     """Writes folder/bundle, folder/queries.json and folder/index.txt."""
     one = folder / "one"
-    recall = index_spec(seed=0, settings={}).recall
-    queries = synthetic_bundle(one, rows, DIM, recall)
+    queries = synthetic_bundle(one, rows, DIM, ANSWER_RECALL)
     (folder / "queries.json").write_text(json.dumps(queries))
     (folder / "index.txt").write_text(about_index(one))
     settings = read_settings(one)
