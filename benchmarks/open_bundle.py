@@ -46,6 +46,7 @@ from xmcray.retrieval.bundle import (
     read_settings,
     write_settings,
 )
+from xmcray.retrieval.index_spec import ANSWER_RECALL
 from xmcray.retrieval.retriever import Retriever
 from xmcray.storage.artifact import open_artifact
 from xmcray.storage.manifest import FileEntry, read_manifest
