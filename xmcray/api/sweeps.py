@@ -117,7 +117,7 @@ def tune(
     if workers is not None:
         values = configs.overlay(values, {"cluster": {"workers": workers}})
     settings = RunConfig.resolve(method, values)
-    _check_not_set(space_as_given, space_name, set_one_by_one(config))
+    _warn_of_set(space_as_given, space_name, set_one_by_one(config))
     left_out = _left_out(out, space_as_given, space_name)
     # The checks need a definition, and the corpus is opened only when they have passed.
     definition = SweepConfig(
@@ -184,11 +184,11 @@ def _check_searchable(space: Space, where: str) -> None:
                 raise ConfigError(f"{where}: {name} cannot be searched: {reason}")
 
 
-def _check_not_set(space: Space, where: str, values: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a setting has a value and is searched: the value would be ignored."""
+def _warn_of_set(space: Space, where: str, values: Mapping[str, Any]) -> None:
+    """Says which settings have a value and are searched, so that the value has no effect."""
     for name in space:
         if _has(values, name):
-            raise ConfigError(f"{name} is set and searched by {where}; leave out one of the two")
+            logger.warning("%s is searched by %s, so its value has no effect", name, where)
 
 
 def _has(settings: Mapping[str, Any], name: str) -> bool:

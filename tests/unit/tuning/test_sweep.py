@@ -389,27 +389,22 @@ def test_what_cannot_be_searched(name: str, tmp_path: Path, shell: Shell) -> Non
 
 
 @pytest.mark.parametrize(
-    ("method", "setting"), [("renee", "optim.epochs=2"), ("astra", "method.classifier.lr=1")]
+    ("option", "warns"), [("--set optim.epochs=2", True), ("--config preset:renee/sample", False)]
 )
-def test_a_setting_is_set_or_searched(
-    method: str, setting: str, tmp_path: Path, shell: Shell
-) -> None:
-    name = setting.partition("=")[0]
-    command = f"tune {method} --data {tmp_path}/C --out {tmp_path}/out"
-    problem = f"{name} is set and searched by space:{method}; leave out one of the two"
-    assert shell.error(f"{command} --set {setting}") == problem
-
-
-def test_presets_and_files_may_have_what_is_searched(
-    tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+def test_a_value_without_effect_is_named(
+    option: str,
+    warns: bool,
+    tmp_path: Path,
+    shell: Shell,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    settings = tmp_path / "settings.yaml"
-    settings.write_text("optim: {epochs: 2}\n")
-    for source in ("preset:renee/sample", settings):
-        command = f"tune renee --data {tmp_path}/C --out {tmp_path}/out --config {source}"
-        # The next thing that is missing is the corpus.
-        assert f"{tmp_path}/C does not exist" in shell.error(command)
+    # The next thing that is missing is the corpus.
+    error = shell.error(f"tune renee --data {tmp_path}/C --out {tmp_path}/out {option}")
+    assert f"{tmp_path}/C does not exist" in error
+    warning = "optim.epochs is searched by space:renee, so its value has no effect"
+    assert (warning in caplog.text) == warns
 
 
 def test_transformers_that_cannot_be_had_are_left_out(
