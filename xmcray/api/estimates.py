@@ -113,11 +113,13 @@ def _rates(device: str, settings: RunConfig, workers: int | None, probe: Locatio
     """Of the device: published, read from the file of `probe`, or measured.
 
     Raises:
-        ConfigError: the rates in the file are of another number of threads.
+        ConfigError: the rates in the file are of another number of threads, or the device is no CPU.
     """
     from xmcray.planning.devices import device_rates
 
     if device != "cpu":
+        if probe is not None:
+            raise ConfigError(f"probe is {probe}, expected none: rates of {device} are published")
         return device_rates(device, settings.optim.matmul)
     from xmcray.planning import probe as measurement
     from xmcray.planning.rates import load_rates

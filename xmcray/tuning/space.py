@@ -26,6 +26,8 @@ from xmcray.errors import ConfigError
 
 Value = Any  # number, text, boolean, or a list of them: what YAML can hold
 Values = dict[str, Value]  # by dotted name
+# A double holds each number of a step up to it.
+_MOST_STEPS = 2**53
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,6 +298,10 @@ def _parse(body: Any, where: str) -> Distribution:
     values = body[kind]
     if not isinstance(values, list) or not values or "step" in body:
         raise ConfigError(f"{where}: choice is {values!r}, expected a list of values, and no step")
+    for value in values:
+        # Its settings would pass by the list of those that cannot be searched.
+        if isinstance(value, Mapping):
+            raise ConfigError(f"{where}: choice has {dict(value)!r}, expected values, no sections")
     return Choice(values=tuple(map(_as_number, values)))
 
 
@@ -322,6 +328,8 @@ def _parse_range(kind: str, bounds: Any, step: Any, where: str) -> NumberRange:
             raise ConfigError(
                 f"{where}: step is {width:g}, expected more than 0 and at most {high - low:g}"
             )
+        if (high - low) / width > _MOST_STEPS:
+            raise ConfigError(f"{where}: step is {width:g}, expected a larger one, or none")
     return NumberRange(low=low, high=high, log=log, whole=whole, step=width)
 
 

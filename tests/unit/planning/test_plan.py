@@ -691,6 +691,13 @@ def test_a_machine_is_measured_with_the_threads_of_a_training(
     assert error.startswith(f"{problem} have 7; measure into another file, or")
 
 
+def test_a_probe_is_for_this_machine_alone(tmp_path: Path, shell: Shell) -> None:
+    file = tmp_path / "probe.json"
+    command = f"plan astra --labels 1000 --queries 1000 --device a100-80gb --probe {file}"
+    assert shell.error(command).startswith(f"probe is {file}, expected none")
+    assert not file.exists()
+
+
 @pytest.mark.parametrize("settings", [{}, {"threads_per_process": 3}])
 @pytest.mark.parametrize("num_shards", [0, 2])
 def test_a_plan_has_the_threads_of_the_placement(

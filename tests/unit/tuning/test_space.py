@@ -88,6 +88,8 @@ def test_a_trial_draws_the_same_whatever_else_is_drawn() -> None:
         ({"int": [0.5, 2]}, "holds 0.5, expected an integer"),
         ({"int": [0, 10**400]}, "expected an integer"),
         ({"uniform": [0, 1], "step": 2}, "step is 2, expected more than 0 and at most 1"),
+        ({"uniform": [0, 1], "step": 1e-30}, "step is 1e-30, expected a larger one, or none"),
+        ({"choice": [{"validation": 0.3}]}, "expected values, no sections"),
         ({"uniform": [0, 1], "step": 0}, "step is 0, expected more than 0"),
         ({"log_uniform": [1, 2], "step": 0.5}, "step is 0.5, expected none for log_uniform"),
         ({"choice": []}, "choice is [], expected a list of values"),
