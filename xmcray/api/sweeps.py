@@ -74,8 +74,8 @@ def tune(
         method: name of the method.
         data: corpus.
         out: folder of the sweep.
-        config: settings of all trials. Files and presets may name settings that the space searches,
-            values by name may not.
+        config: settings of all trials. The space replaces those that it searches; a warning names
+            those of them that are set by name.
         space: YAML of dotted names and distributions, or "space:NAME"; "space:METHOD" if not given.
         trials: number of trainings.
         search: where values come from.

@@ -31,9 +31,9 @@ def matmul_precision(matmul: str) -> Iterator[None]:
 
 def attention_kernel(device: torch.device, width: int) -> contextlib.AbstractContextManager[None]:
     """Selects the faster attention for texts of `width` tokens, and leaves other devices alone."""
-    has_float32_products = torch.get_float32_matmul_precision() == "highest"
-    if device.type != "cpu" or width > _LONGEST_UNFUSED:
-        return contextlib.nullcontext()
-    if has_float32_products and not torch.is_autocast_enabled("cpu"):
-        return contextlib.nullcontext()
-    return sdpa_kernel(SDPBackend.MATH)
+    is_short = device.type == "cpu" and width <= _LONGEST_UNFUSED
+    rounds_products = torch.get_float32_matmul_precision() != "highest"
+    rounds_states = torch.is_autocast_enabled("cpu")
+    if is_short and (rounds_products or rounds_states):
+        return sdpa_kernel(SDPBackend.MATH)
+    return contextlib.nullcontext()
