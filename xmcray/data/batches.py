@@ -65,6 +65,14 @@ class DataConfig:
         check_range("data.validation_from", self.validation_from, low=0)
         check_range("data.seed", self.seed, low=0)
 
+    def num_eligible(self, num_train: int) -> int:
+        """Number of training queries that may be held out."""
+        return max(0, num_train - self.validation_from)
+
+    def num_held_out(self, num_train: int) -> int:
+        """Number of training queries that are held out, with or without a positive."""
+        return round(self.validation * self.num_eligible(num_train))
+
 
 @dataclass(frozen=True)
 class TrainingData:
@@ -101,11 +109,11 @@ class TrainingData:
         object.__setattr__(self, "relevance", relevance)
         empty_rows = self.corpus.split("train").rows_without_positives
         # The split is drawn over all rows, so it does not depend on which have positives.
-        first = min(self.config.validation_from, self.num_train)
-        num_rows = self.num_train - first
-        num_held_out = round(self.config.validation * num_rows)
+        num_eligible = self.config.num_eligible(self.num_train)
+        num_held_out = self.config.num_held_out(self.num_train)
         generator = draws.generator(self.config.seed, "validation")
-        held_out = first + np.sort(random_sample(generator, num_rows, num_held_out))
+        first = self.num_train - num_eligible
+        held_out = first + np.sort(random_sample(generator, num_eligible, num_held_out))
         left_out = np.union1d(empty_rows, held_out)
         if len(left_out) == self.num_train:
             raise DataError(

@@ -328,10 +328,10 @@ def _device_bytes(training: _Training, traced: Trace) -> dict[str, int]:
 
 def _validation_bytes(training: _Training, traced: Trace) -> int:
     """Bytes of a device that a validation takes: label vectors and all held-out queries or scores."""
-    num_queries = training.data.num_train * training.config.data.validation
+    num_queries = training.config.data.num_held_out(training.data.num_train)
     if not num_queries:
         return 0
-    query_bytes = int(num_queries * traced.index_dim * sizes.VALUE)
+    query_bytes = num_queries * traced.index_dim * sizes.VALUE
     # Queries leave the device before labels are scored.
     return traced.answer_rows_bytes + max(query_bytes, device_score_bytes(training.rows))
 
@@ -484,7 +484,7 @@ def _refresh_seconds(training: _Training, traced: Trace, epoch_s: float) -> dict
 
 def _validation_s(training: _Training, traced: Trace) -> float:
     """Held-out queries against all labels; a method may answer with encoded label texts."""
-    num_queries = training.data.num_train * training.config.data.validation
+    num_queries = training.config.data.num_held_out(training.data.num_train)
     if not num_queries:
         return 0.0
     num_texts = num_queries / training.workers + traced.encoded_labels

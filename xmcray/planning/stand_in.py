@@ -171,7 +171,7 @@ def _corpus(size: DataSize) -> SimpleNamespace:
 
 def epoch_queries(config: RunConfig, size: DataSize) -> int:
     """Queries of an epoch: those that are not held out, and label texts where they are queries."""
-    number = round(size.num_train * (1 - config.data.validation))
+    number = size.num_train - config.data.num_held_out(size.num_train)
     if config.data.augment_with_labels:
         number += size.num_labels
     return number

@@ -242,11 +242,10 @@ def clipped(
             f"hard negatives and clusters begin after {negatives.start_epoch} epochs, of which the run"
             f" has {num_epochs}; lower negatives.start_epoch to use them"
         )
-    # As many as TrainingData draws.
-    num_drawn_from = max(0, num_train - config.data.validation_from)
-    if config.data.validation and not round(config.data.validation * num_drawn_from):
+    if config.data.validation and not config.data.num_held_out(num_train):
+        num_eligible = config.data.num_eligible(num_train)
         yield (
-            f"data.validation={config.data.validation:g} of {num_drawn_from} training queries is none, so"
+            f"data.validation={config.data.validation:g} of {num_eligible} training queries is none, so"
             " no epoch is validated; raise it"
         )
     if negatives.cluster_size > num_train:

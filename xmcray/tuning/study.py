@@ -168,7 +168,7 @@ class Study:
         file = path / "auto.json"
         arguments = {
             "corpus_sha256": corpus.sha256,
-            "methods": list(methods),
+            "methods": _in_order(methods),
             "overrides": overrides,
         }
         if file.is_file():
@@ -258,11 +258,18 @@ class Study:
         return [best[method] for method in METHODS if method in best]
 
 
+def _in_order(methods: Sequence[str]) -> list[str]:
+    """The methods once each, in the order in which they are tried."""
+    return [method for method in METHODS if method in methods]
+
+
 def _stored_candidates(file: Path, arguments: Mapping[str, Any]) -> list[Candidate]:
     """The candidates in auto.json, which must have been written for the same arguments."""
     with readable(f"{file} is damaged", "choose another --out", RunError):
         body = read_json(file)
         chosen = [Candidate(**values) for values in body.pop("candidates")]
+        # Earlier releases wrote the methods as they were given.
+        body["methods"] = _in_order(body["methods"])
     difference = next(configs.differences(body, arguments), None)
     if difference is not None:
         raise RunError(

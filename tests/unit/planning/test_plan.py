@@ -573,6 +573,22 @@ def test_the_last_epoch_ends_with_a_validation(every: int, number: int) -> None:
     assert planned.total_s == pytest.approx(steps_s + number * validation_s)
 
 
+def test_queries_that_cannot_be_held_out_are_trained_on_and_not_validated() -> None:
+    def seconds(*settings: str) -> tuple[float, float]:
+        planned = made("astra", "data.validation=0.5", "data.augment_with_labels=false", *settings)
+        return planned.run_s[STEPS], planned.run_s["one validation"]
+
+    num_queries = 2_000_000
+    steps_s, validation_s = seconds()
+    # Half of the second half.
+    later_steps_s, later_validation_s = seconds(f"data.validation_from={num_queries // 2}")
+    assert later_steps_s == pytest.approx(1.5 * steps_s, rel=0.01)
+    assert later_validation_s < validation_s
+    none_steps_s, none_validation_s = seconds(f"data.validation_from={num_queries}")
+    assert none_steps_s == pytest.approx(2 * steps_s, rel=0.01)
+    assert none_validation_s == 0
+
+
 def test_clusters_alone_have_actors_without_an_index() -> None:
     settings = ["negatives.hard=0", "negatives.uniform=100"]
     alone = made("astra", *settings, "negatives.cluster_size=4", labels=2000)

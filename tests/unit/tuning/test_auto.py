@@ -396,3 +396,20 @@ def test_another_study_is_refused(corpus: Corpus, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(RunError, match=r"holds notes\.txt and no study"):
         run_auto(corpus, tmp_path)
+
+
+def test_a_study_is_the_same_whatever_the_order_of_its_methods(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    def opened(*methods: str) -> study.Study:
+        return study.Study.open_or_create(tmp_path, corpus, methods, SMALL)
+
+    first = opened("astra", "rae")
+    assert opened("rae", "astra", "rae").candidates == first.candidates
+    # As earlier releases wrote it.
+    file = tmp_path / "auto.json"
+    body = json.loads(file.read_text())
+    file.write_text(json.dumps({**body, "methods": ["astra", "rae"]}))
+    assert opened("rae", "astra").candidates == first.candidates
+    with pytest.raises(RunError, match="was started with methods"):
+        opened("rae")
