@@ -88,7 +88,7 @@ ON_TOP = {"api"}
 # What single modules of the command line do without a public function.
 ONLY_IN_CLI = {
     "cli": {"training.preemption"},  # signals
-    "cli.auto": {"tuning.study.METRICS"},  # columns of its table
+    "cli.auto": {"training.part_weights.METRICS"},  # columns of its table
     "cli.bundles": {"retrieval.votes.changed_memory"},  # of a single search
     "cli.continual": {"cli", "serving.event_export", "training.promotion", "training.run"},
     "cli.doctor": {"cluster_files", "doctor"},

@@ -47,7 +47,7 @@ def auto(options: argparse.Namespace) -> None:
         show_json(result)
         return
     if result["test"] is not None:
-        from xmcray.tuning.study import METRICS
+        from xmcray.training.part_weights import METRICS
 
         rows = []
         for row in result["test"]["results"]:

@@ -18,7 +18,7 @@ from xmcray.retrieval.exact import exact_search
 from xmcray.training.step import encode_queries
 from xmcray.types import Ragged, TopLabels
 
-_METRICS = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10")
+VALIDATION_METRICS = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10")
 _K = 10  # answers per query, for the largest k of these metrics
 
 
@@ -59,7 +59,7 @@ def validate(
     positives = data.corpus.split("train").positives(rows)
     metrics.update(best, data.corpus.answerable(positives))
     values = metrics.result()
-    return {name: float(values[name]) for name in _METRICS}
+    return {name: float(values[name]) for name in VALIDATION_METRICS}
 
 
 def _to_local_lists(lists: Ragged, partition: LabelPartition) -> Ragged:

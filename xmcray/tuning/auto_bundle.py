@@ -21,7 +21,7 @@ from xmcray.training.run import SELECTION
 from xmcray.tuning.auto_search import Say
 from xmcray.tuning.lanes import Lanes
 from xmcray.tuning.pacing import Limits, Pacer
-from xmcray.tuning.study import METRICS, Attempt, Budget, Study, is_finished, minutes
+from xmcray.tuning.study import Attempt, Budget, Study, is_finished, minutes
 
 # Most trials that are fused. Encoding queries and choosing weights takes longer with each of them.
 MAX_MEMBERS = 5
@@ -106,7 +106,6 @@ class BundleMaker:
                 runs,
                 self.study.corpus,
                 fresh,
-                metrics=METRICS,
                 most_queries=FUSE_QUERIES,
                 choice=choice,
                 threads=len(os.sched_getaffinity(0)),

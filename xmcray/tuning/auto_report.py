@@ -12,7 +12,7 @@ from xmcray.data.corpus import Corpus
 from xmcray.evaluation.pages import render
 from xmcray.evaluation.table import percent
 from xmcray.storage.whole_files import write_text
-from xmcray.tuning.study import METRICS
+from xmcray.training.part_weights import METRICS
 
 Result = Mapping[str, Any]  # the content of results.json
 _BASELINE_NOTE = (

@@ -15,11 +15,12 @@ from xmcray.evaluation.evaluate import Evaluation, Search, compare, evaluate
 from xmcray.retrieval.retriever import Retriever
 from xmcray.storage.whole_files import read_json, write_json
 from xmcray.training.outcome import bundle_of, nearest_queries, searcher
+from xmcray.training.part_weights import METRICS
 from xmcray.training.run import Run
 from xmcray.tuning.auto_report import write_page
 from xmcray.tuning.auto_search import Skipped
 from xmcray.tuning.portfolio import Candidate
-from xmcray.tuning.study import METRICS, Attempt, Budget, Study, score_of
+from xmcray.tuning.study import Attempt, Budget, Study
 from xmcray.types import Int64Array
 
 BUNDLE = "bundle"
@@ -117,7 +118,7 @@ def _searches(study: Study, fused: Mapping[str, Any]) -> dict[str, Search]:
     """The bundle, its best trial alone, and the baseline."""
     corpus = study.corpus
     attempts = [attempt for attempt in study.attempts() if attempt.name in fused["trials"]]
-    best = max(attempts, key=score_of)
+    best = max(attempts, key=lambda attempt: attempt.score)
     best_bundle = bundle_of(Run.open(study.newest_path(best)), corpus)
     return {
         BUNDLE: searcher(Retriever.load(study.path / "bundle"), corpus, "test"),

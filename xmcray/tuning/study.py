@@ -29,6 +29,7 @@ from xmcray.data.corpus import Corpus
 from xmcray.errors import RunError, readable
 from xmcray.storage.whole_files import read_json, write_json
 from xmcray.storage.work_folder import FolderKind
+from xmcray.training.part_weights import METRICS
 from xmcray.training.run import RunConfig
 from xmcray.tuning.lanes import threads_of_lane
 from xmcray.tuning.portfolio import METHODS, Candidate, candidates, with_overrides
@@ -36,7 +37,6 @@ from xmcray.tuning.space import Values, nested
 from xmcray.tuning.sweep import Sweep, SweepConfig, Trial
 
 STUDY_FOLDER = FolderKind("study", "auto.json")
-METRICS = ("P@1", "P@5", "PSP@5")
 METRIC = "+".join(METRICS)  # their mean
 # Queries to hold out, and the least and the largest share of the training queries for that.
 _HELD_OUT = 1000
@@ -105,6 +105,11 @@ class Attempt:
         if best is None:
             return 1.0
         return best.epochs / self.config.optim.num_epochs
+
+    @property
+    def score(self) -> float:
+        """Metric of the best validation; 0 without one."""
+        return self.trial.score or 0.0
 
     @property
     def config(self) -> RunConfig:
@@ -253,7 +258,7 @@ class Study:
                 continue
             method = attempt.candidate.method
             best_so_far = best.get(method)
-            if best_so_far is None or score_of(attempt) > score_of(best_so_far):
+            if best_so_far is None or attempt.score > best_so_far.score:
                 best[method] = attempt
         return [best[method] for method in METHODS if method in best]
 
@@ -298,11 +303,6 @@ def _held_out(corpus: Corpus) -> dict[str, Any]:
     share = _HELD_OUT / corpus.card.num_train
     share = min(max(share, _MIN_SHARE), _MAX_SHARE)
     return {"data": {"validation": round(share, 3)}}
-
-
-def score_of(attempt: Attempt) -> float:
-    """Metric of the best validation; 0 without one."""
-    return attempt.trial.score or 0.0
 
 
 class Clock:

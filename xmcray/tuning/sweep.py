@@ -33,12 +33,11 @@ from xmcray.storage.whole_files import read_json, write_json, write_text
 from xmcray.storage.work_folder import FolderKind
 from xmcray.training.records import read_records
 from xmcray.training.run import RunConfig
+from xmcray.training.validation import VALIDATION_METRICS
 from xmcray.tuning.space import Space, Values, nested, parse_space
 
 # A process that is killed early may leave these two folders without a sweep.json.
 SWEEP_FOLDER = FolderKind("sweep", "sweep.json", ("ledger", "trials"))
-# Metrics that a validation during training computes.
-METRICS = ("nDCG@5", "P@1", "P@3", "P@5", "PSP@1", "PSP@5", "R@10")
 State = Literal["finished", "stopped", "unfinished", "failed"]  # in the order of the ranking
 # The large files of a run; the rest is small.
 _LARGE = ("checkpoints", "negatives", "ray", "vectors", "bundle")
@@ -76,7 +75,7 @@ class SweepConfig:
     space: Mapping[str, Any]
     search: Literal["random", "optuna"] = "random"
     scheduler: Literal["asha", "none"] = "asha"
-    metric: str = METRICS[0]
+    metric: str
     seed: int = 0
     first: tuple[Mapping[str, Any], ...] = ()
     trial_cpu_s: float = 0.0
@@ -87,8 +86,8 @@ class SweepConfig:
         check_range("--seed", self.seed, low=0)
         check_range("--trial-cpu-s", self.trial_cpu_s, low=0)
         for name in self.metric.split("+"):
-            if name not in METRICS:
-                raise ConfigError(configs.unknown("metric", name, METRICS))
+            if name not in VALIDATION_METRICS:
+                raise ConfigError(configs.unknown("metric", name, VALIDATION_METRICS))
 
     @property
     def searched(self) -> dict[str, Any]:

@@ -28,7 +28,9 @@ OF_BUNDLES = {"memory", "fusion", "index"}
 
 def sweep_of(method: str, *settings: str) -> SweepConfig:
     values = RunConfig.resolve(method, {}, settings).to_dict()
-    return SweepConfig(method=method, corpus="", corpus_sha256="", settings=values, space={})
+    return SweepConfig(
+        method=method, corpus="", corpus_sha256="", settings=values, space={}, metric="P@1"
+    )
 
 
 def test_draws_lie_on_their_scales() -> None:
@@ -161,6 +163,7 @@ def test_the_spaces_that_ship_fit_their_methods() -> None:
                 corpus_sha256="",
                 settings=RunConfig.resolve(name, preset).to_dict(),
                 space={},
+                metric="P@1",
             )
             check_space(parse_space(config.load_yaml(path), path), sweep.resolve, path)
 
