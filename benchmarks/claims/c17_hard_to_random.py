@@ -36,7 +36,6 @@ def make(full: bool) -> Claim:
         " 8 to 1 is the ratio of the paper's settings. 'Little' is within a point; the limit is ours.",
         metrics=("P@1", "P@5", "PSP@5"),
         seeds=10,
-        slow=["1 to 1", "1 to 8"],
     )
 
 

@@ -102,7 +102,24 @@ class Comparison:
         """
         if len(self.values(results)) < LEAST_SEEDS:
             return MISSING
-        low, high = self.interval(results)
+        return self._verdict_of(*self.interval(results))
+
+    def undecided(self, results: Mapping[str, Mapping[int, Result]]) -> str:
+        """Whether more seeds could decide a comparison, as a sentence; "" if it is decided."""
+        if self.verdict(results) != INCONCLUSIVE:
+            return ""
+        difference_SQ = self._by_query(results)
+        if difference_SQ is None:
+            return f"More seeds could decide {self.name}: its interval is over seeds alone."
+        low, high = query_interval(difference_SQ)
+        could = "could not" if self._verdict_of(low, high) == INCONCLUSIVE else "could"
+        return (
+            f"More seeds {could} decide {self.name}: the test queries alone leave"
+            f" [{low:.2f}, {high:.2f}]."
+        )
+
+    def _verdict_of(self, low: float, high: float) -> str:
+        """Of an interval, whatever the number of seeds."""
         if self.low <= low and high <= self.high:
             return HOLDS
         return FAILS if high < self.low or low > self.high else INCONCLUSIVE
@@ -230,7 +247,7 @@ def two_level_interval(number_SQ: Float64Array) -> tuple[float, float]:
     Args:
         number_SQ: [seeds, queries].
     """
-    num_seeds, num_queries = number_SQ.shape
+    num_seeds = len(number_SQ)
     generator = np.random.default_rng(0)
     mean = number_SQ.mean()
     mean_of_seed = number_SQ.mean(axis=1)
@@ -238,13 +255,30 @@ def two_level_interval(number_SQ: Float64Array) -> tuple[float, float]:
     seed_deviation = mean_of_seed[drawn_seeds].mean(axis=1) - mean
     student = scipy.stats.t.ppf(0.975, num_seeds - 1) / scipy.stats.norm.ppf(0.975)
     seed_deviation *= student * math.sqrt(num_seeds / (num_seeds - 1))
+    resampled = _resampled_queries(number_SQ, generator)
+    low, high = np.quantile(resampled + seed_deviation, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def query_interval(number_SQ: Float64Array) -> tuple[float, float]:
+    """The 95 % bootstrap interval of a mean over queries, of which the seeds are not resampled.
+
+    Args:
+        number_SQ: [seeds, queries].
+    """
+    low, high = np.quantile(_resampled_queries(number_SQ, np.random.default_rng(0)), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _resampled_queries(number_SQ: Float64Array, generator: np.random.Generator) -> Float64Array:
+    """[resamples], the mean over seeds and as many drawn queries."""
     mean_of_query = number_SQ.mean(axis=0)
-    query_deviation = np.empty(_RESAMPLES)
+    num_queries = len(mean_of_query)
+    means = np.empty(_RESAMPLES)
     for resample in range(_RESAMPLES):
         drawn_queries = generator.integers(num_queries, size=num_queries)
-        query_deviation[resample] = mean_of_query[drawn_queries].mean() - mean
-    low, high = np.quantile(mean + seed_deviation + query_deviation, [0.025, 0.975])
-    return float(low), float(high)
+        means[resample] = mean_of_query[drawn_queries].mean()
+    return means
 
 
 def _shares(result: Result, metric: str) -> Float64Array | None:
@@ -383,6 +417,10 @@ def section(claim: Claim, results: Mapping[str, Mapping[int, Result]]) -> list[s
         chosen = {result["chosen"] for result in by_seed.values() if "chosen" in result}
         if chosen:
             lines += ["", f"Chosen on validation, {name}: {', '.join(sorted(chosen))}."]
+    for comparison in claim.comparisons:
+        sentence = comparison.undecided(results)
+        if sentence:
+            lines += ["", sentence]
     if claim.reason and claim.verdict(results) != HOLDS:
         lines += ["", f"Likely reason: {claim.reason}"]
     return lines

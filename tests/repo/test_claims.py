@@ -105,6 +105,21 @@ def test_seeds_alone_give_students_interval(claim: Any) -> None:
     assert (low, high) == pytest.approx((1 - half_width, 1 + half_width), abs=0.02)
 
 
+@pytest.mark.parametrize(("num_queries", "could"), [(100, "could not"), (100_000, "could")])
+def test_an_inconclusive_comparison_says_whether_seeds_or_queries_are_too_few(
+    claim: Any, num_queries: int, could: str
+) -> None:
+    # Two of five seeds answer half of the queries, three of them 52 %.
+    results: dict[str, dict[int, Any]] = {"a": {}}
+    for seed, hits_of_50 in enumerate([25, 26, 25, 26, 26]):
+        hits = ("1" * hits_of_50 + "0" * (50 - hits_of_50)) * (num_queries // 50)
+        results["a"][seed] = {"P@1": hits_of_50 / 50, "hits": {"P@1": hits}}
+    comparison = claim.Comparison(of="a", low=50.5)
+    assert comparison.verdict(results) == "inconclusive"
+    assert comparison.undecided(results).startswith(f"More seeds {could} decide P@1 of a: the test")
+    assert claim.Comparison(of="a", low=0).undecided(results) == ""
+
+
 def test_every_claim_names_its_variants_and_their_settings_resolve(
     claim: Any, variants: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
