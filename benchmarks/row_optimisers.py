@@ -20,7 +20,6 @@ SGD = (
     "method.classifier.momentum=0",
 )
 UNIFORM = ("negatives.hard=0",)
-HARD = ("negatives.hard=30", "negatives.start_epoch=3", "negatives.refresh_every=2")
 FEW_EPOCHS = ("optim.epochs=8",)  # as with SGD
 
 
@@ -47,9 +46,9 @@ VARIANTS: Mapping[tuple[str, str], Variants] = {
     ("cdnjs-keywords", "astra"): OTHERS,
     ("wordnet-hypernyms", "astra"): {
         PRESET: [],
-        "30 hard negatives": HARD,
-        "Adagrad": adagrad(1),
-        "Adagrad, 30 hard negatives": [*adagrad(2), *HARD],
+        "uniform negatives": UNIFORM,
+        "Adagrad": adagrad(2),
+        "Adagrad, uniform negatives": [*adagrad(1), *UNIFORM],
     },
     ("msdocs-seealso", "astra"): OTHERS,
 }
