@@ -40,6 +40,11 @@ class Head(nn.Module):
         """Search vectors [B, out_dim]."""
         return vector_BD
 
+    def label_vectors(self, vector_BD: Tensor) -> Tensor:
+        """Vectors of label texts as an index has them, [B, out_dim]."""
+        vectors: Tensor = self(vector_BD)
+        return vectors
+
     def settings(self) -> dict[str, Any]:
         """Arguments that make such a head again."""
         return {"dim": self.dim}
@@ -171,14 +176,21 @@ class TwoHeads(Head):
 
     def forward(self, vector_BD: Tensor) -> Tensor:
         """Search vectors, without dropout: Phi_D, l2norm(Phi_C), or both, weighted."""
+        vectors_BD = self.label_vectors(vector_BD)
+        if self.answer_by != "both":
+            return vectors_BD
+        text_BE, row_BE = vectors_BD.split(self.head_dim, dim=1)
+        # The weights sum to 2, so that equal shares give the plain sum of both cosines.
+        return torch.cat([2 * self.text_share * text_BE, 2 * (1 - self.text_share) * row_BE], dim=1)
+
+    def label_vectors(self, vector_BD: Tensor) -> Tensor:
+        """As `forward`, but with the weights of queries left out."""
         if self.answer_by == "text":
             return self.text(vector_BD)
         row_BE = F.normalize(self.classifier(vector_BD), dim=-1)
         if self.answer_by == "classifier":
             return row_BE
-        # The weights sum to 2, so that equal shares give the plain sum of both cosines.
-        text_BE = 2 * self.text_share * self.text(vector_BD)
-        return torch.cat([text_BE, 2 * (1 - self.text_share) * row_BE], dim=1)
+        return torch.cat([self.text(vector_BD), row_BE], dim=1)
 
     def settings(self) -> dict[str, Any]:
         """Arguments that make such a head again."""

@@ -112,6 +112,12 @@ class Settings:
         """Whether query vectors get length 1, whatever the head makes."""
         return self.has_memory or self.is_fused
 
+    @property
+    def normalises_labels(self) -> bool:
+        """Whether the vectors of labels got length 1, whatever the head makes."""
+        # A fused bundle has the vectors of its members' exports.
+        return bool(self.predictor["kind"] == "memory")
+
 
 @contextlib.contextmanager
 def new_bundle(

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import BundleError, ConfigError
@@ -30,13 +31,15 @@ class QueryEncoder:
         encoder: makes one vector of each text's tokens.
         head: maps the encoder's vector to the vector that is searched.
         tokenizer: makes token ids of texts.
-        normalised: whether vectors get length 1, whatever the head makes.
+        normalised: whether query vectors get length 1, whatever the head makes.
+        normalised_labels: the same of the vectors of label texts.
     """
 
     encoder: Encoder
     head: Head
     tokenizer: TextTokenizer
     normalised: bool = False
+    normalised_labels: bool = False
 
     @classmethod
     def load(
@@ -68,7 +71,13 @@ class QueryEncoder:
                 f"{bundle}: its tokenizer has {tokenizer.vocab_size} token ids, its encoder {num_rows}"
                 " rows; export again"
             )
-        return cls(encoder, head, tokenizer, normalised=settings.normalises)
+        return cls(
+            encoder,
+            head,
+            tokenizer,
+            normalised=settings.normalises,
+            normalised_labels=settings.normalises_labels,
+        )
 
     @property
     def dim(self) -> int:
@@ -122,8 +131,20 @@ class QueryEncoder:
         return self.encode(tokens.with_vectors(vectors)), truncated
 
     def encode_labels(self, tokens: Ragged) -> Float32Array:
-        """As `encode`, for the texts of labels."""
-        return self.encode(self.encoder.as_labels(tokens))
+        """Encodes the texts of labels, as an index has them.
+
+        Args:
+            tokens: n rows of token ids.
+        Returns:
+            float32 [n, D].
+        """
+        vectors = [np.empty((0, self.dim), np.float32)]
+        for span in spans(len(tokens), CHUNK):
+            chunk = self.encoder.as_labels(tokens.slice(span.start, span.stop))
+            with torch.inference_mode():
+                label_BD = self.head.label_vectors(self.encoder(chunk))
+            vectors.append(_on_host(label_BD, self.normalised_labels))
+        return np.concatenate(vectors)
 
     def encode_chunks(
         self, queries: Sequence[str] | Ragged, vectors: Float32Array | None = None
@@ -140,11 +161,17 @@ class QueryEncoder:
 
     def _encode_tokens(self, tokens: Ragged) -> Float32Array:
         with torch.inference_mode():
-            vector_BD = self.head(self.encoder(tokens)).float()
-            if self.normalised:
-                vector_BD = F.normalize(vector_BD, dim=-1)
-        vectors: Float32Array = vector_BD.cpu().numpy()
-        return vectors
+            query_BD = self.head(self.encoder(tokens))
+        return _on_host(query_BD, self.normalised)
+
+
+def _on_host(vector_BD: Tensor, normalised: bool) -> Float32Array:
+    """float32 [B, D], perhaps of length 1."""
+    vector_BD = vector_BD.float()
+    if normalised:
+        vector_BD = F.normalize(vector_BD, dim=-1)
+    vectors: Float32Array = vector_BD.cpu().numpy()
+    return vectors
 
 
 def check_side_vectors(vectors: Float32Array | None, num_queries: int, width: int) -> None:

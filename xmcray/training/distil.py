@@ -247,10 +247,14 @@ def _held_out(path: str, about: Mapping[str, Any], corpus: Corpus) -> tuple[Trai
     """The training split of the teacher, and whether its held-out queries are new to the teacher."""
     settings = about.get("config", {}).get("data") or {}
     config = configs.build(DataConfig, settings, "data.")
-    if config.validation:
-        return held_out_by(path, about, corpus), True
-    config = dataclasses.replace(config, validation=OWN_HELD_OUT)
-    return TrainingData(corpus, config), False
+    is_new = bool(config.validation)
+    if is_new:
+        data = held_out_by(path, about, corpus)
+    else:
+        data = TrainingData(corpus, dataclasses.replace(config, validation=OWN_HELD_OUT))
+    # Label texts are to be learned, also of a teacher that was not trained on them as queries.
+    with_labels = dataclasses.replace(data.config, augment_with_labels=True)
+    return TrainingData(corpus, with_labels).with_validation_rows(data.validation_rows), is_new
 
 
 def _lessons(teacher: Retriever, data: TrainingData, config: Distillation) -> _Lessons:

@@ -155,6 +155,13 @@ def _refuse_mistakes(corpus: str | Path, out: str | Path, config: RunConfig, ref
         raise ConfigError(
             "--refit chooses the number of epochs on held-out queries, but data.validation is 0; raise it"
         )
+    every = config.log.validate_every
+    num_epochs = config.optim.num_epochs
+    if refit and num_epochs > 1 and not 0 < every < num_epochs:
+        raise ConfigError(
+            f"--refit chooses the number of epochs by validations, but log.validate_every is {every}"
+            f" and validates the last of {num_epochs} epochs alone; set log.validate_every=1"
+        )
     trackers.check(config.log.track)
     stored_texts = [str(corpus), *credentials.texts(config.to_dict())]
     credentials.refuse(stored_texts, "what the run would keep")
@@ -258,15 +265,22 @@ def refit_config(selection: Run) -> RunConfig:
     validation.
     """
     config = selection.config
+    needs_negatives = method_entry(config.method_name).needs_negatives(config.method)
     best_epoch = config.optim.num_epochs - 1
     best_score = -float("inf")
     path = selection.path / "metrics.jsonl"
     with readable(f"{path} is damaged", "pass --restart to train anew"):
         for record in read_records(path):
             score = float(record.get(_SELECT_BY, -float("inf")))
-            if score > best_score:
-                best_score = score
-                best_epoch = int(record["epoch"])
+            if score <= best_score:
+                continue
+            num_epochs = int(record["epoch"]) + 1
+            # So few epochs would train on positives alone, which is refused.
+            has_none = config.negatives.num_epochs_without(num_epochs) == num_epochs
+            if needs_negatives and has_none:
+                continue
+            best_score = score
+            best_epoch = num_epochs - 1
     return dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, validation=0.0),

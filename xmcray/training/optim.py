@@ -38,8 +38,8 @@ class OptimConfig:
         beta1: of the Adam that trains the encoder.
         beta2: of the Adam that trains the encoder.
         eps: of the Adam that trains the encoder.
-        micro_batch: texts encoded at once by a worker; 0 is all. Bounds memory, never changes
-            results.
+        micro_batch: texts encoded at once by a worker; 0 is all. Bounds memory. Changes no
+            result, but for the dropout masks inside a transformer.
         seed: of the initial weights and every draw of the run.
         precision: of all parameters; float64 is for tests of invariance.
         matmul: "bf16" lets products of float32 matrices round their factors to bfloat16, with sums

@@ -68,7 +68,8 @@ def work(values: dict[str, Any]) -> dict[str, Any]:
 
 def _train(settings: WorkerSettings) -> dict[str, Any]:
     torch.set_num_threads(settings.threads)
-    config = RunConfig.resolve(settings.config["method_name"], settings.config)
+    # The driver has checked it, perhaps as settings that an earlier release stored.
+    config = RunConfig.resolve(settings.config["method_name"], settings.config, is_stored=True)
     run = Run(Path(settings.run), settings.run_id, config, settings.corpus, settings.corpus_sha256)
     _check_folder(run)
     if noted_mistake(run) is not None:

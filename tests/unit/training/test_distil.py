@@ -18,6 +18,7 @@ from xmcray.errors import XmcrayError
 from xmcray.retrieval.bundle import KIND
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.storage.manifest import read_manifest
+from xmcray.training.distil import _held_out
 from xmcray.training.memory import memory_bundle
 
 NUM_LABELS = 23
@@ -81,6 +82,17 @@ def test_the_same_call_writes_the_same_bytes(
     assert again.files == read_manifest(student, KIND).files
     assert outcome.unseen_by_teacher
     assert outcome.student[0] >= 0.9 * outcome.teacher[0]
+
+
+@pytest.mark.parametrize("validation", [0.2, 0])
+def test_label_texts_are_learned_also_if_the_teacher_did_not_train_on_them(
+    validation: float, corpus: Corpus
+) -> None:
+    settings = {"validation": validation, "augment_with_labels": False}
+    data, are_new = _held_out("bundle", {"config": {"data": settings}}, corpus)
+    assert are_new == bool(validation)
+    assert len(data.validation_rows)
+    assert len(data.query_ids) == len(data.training_rows) + NUM_LABELS
 
 
 def test_mistakes_are_one_line_and_leave_nothing(
