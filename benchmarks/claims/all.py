@@ -41,12 +41,12 @@ from variants import Result, Variant
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
-# How the number of claims with a verdict is put.
+# What one claim with a verdict does, and what several do.
 COUNTED = {
-    HOLDS: "hold",
-    FAILS: "fail",
-    INCONCLUSIVE: "are inconclusive",
-    MISSING: "are not measured",
+    HOLDS: ("holds", "hold"),
+    FAILS: ("fails", "fail"),
+    INCONCLUSIVE: ("is inconclusive", "are inconclusive"),
+    MISSING: ("is not measured", "are not measured"),
 }
 
 
@@ -145,7 +145,10 @@ def write(claims: dict[str, Claim], arguments: argparse.Namespace) -> None:
             (pictures / f"{script}.svg").write_text(picture, encoding="utf-8")
             sections += [f"![{claim.title}](claims/{script}.svg)", ""]
         seconds += spent(claim.variants, results, seen)
-    counts = ", ".join(f"{verdicts[name]} {words}" for name, words in COUNTED.items())
+    counts = ", ".join(
+        f"{verdicts[name]} {one if verdicts[name] == 1 else several}"
+        for name, (one, several) in COUNTED.items()
+    )
     head = [
         "# The papers' claims on small data",
         "",
