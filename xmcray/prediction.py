@@ -22,13 +22,14 @@ import pyarrow as pa
 from xmcray import config as configs
 from xmcray.config import check_range
 from xmcray.data.stream import READ_CPUS, mapped, progress_bar, results, share, stream_of, watched
-from xmcray.errors import ConfigError, DataError, StorageError
+from xmcray.errors import ConfigError, StorageError
 from xmcray.evaluation.predictions import write_predictions
 from xmcray.ray_adapter.cluster import free_cpus
 from xmcray.ray_adapter.session import ray_session
 from xmcray.retrieval.batch_predict import (
     CHUNK_ANSWERS,
     CHUNK_ROWS,
+    BadQueryError,
     PredictionWork,
     QueriesEnd,
     QueryChunk,
@@ -148,7 +149,7 @@ def predict(
     with PredictionWork.opened(out, job.to_json()) as work:
         try:
             end = _answer_all(work, files, job, workers, stall_s, progress)
-        except DataError:
+        except BadQueryError:
             work.remove()  # a repaired row makes another input
             raise
         about["rows"] = end.rows

@@ -179,6 +179,16 @@ def test_what_a_killed_process_left_is_removed_and_what_others_write_stays(tmp_p
     assert {*tmp_path.iterdir()} == {own, faster}
 
 
+def test_what_another_process_finished_at_a_url_stays(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/corpus"
+    writer = contextlib.ExitStack()
+    (writer.enter_context(new_artifact(url, "corpus", {})) / "file").write_text("slow")
+    faster = artifact(tmp_path / "corpus")
+    with pytest.raises(StorageError, match="corpus exists and is not empty"):
+        writer.close()
+    assert (faster / "file").read_text() == "x"
+
+
 @pytest.mark.parametrize(
     "error",
     [

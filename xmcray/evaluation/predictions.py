@@ -182,13 +182,11 @@ def predictions_to_top_labels(
         ids and scores [B, min(k, L)], -1 and -inf where a row stores fewer answers.
     """
     num_labels = int(matrix.shape[1])
-    # Places of all stored answers, row by row; `take` keeps those of the chosen rows.
-    all_places = np.arange(matrix.nnz, dtype=np.int64)
-    offsets = np.asarray(matrix.indptr, np.int64)
-    chosen = Ragged(all_places, offsets).take(rows)
-    query_P = chosen.row_ids
-    label_P = np.asarray(matrix.indices, np.int64)[chosen.values]
-    score_P = np.asarray(matrix.data, np.float64)[chosen.values]
+    # Only the answers of the chosen rows are read: this is called for one chunk of rows after another.
+    chosen = matrix[rows]
+    label_P = chosen.indices.astype(np.int64)
+    score_P = chosen.data.astype(np.float64)
+    query_P = Ragged(label_P, chosen.indptr.astype(np.int64)).row_ids
     if exclude is not None:
         pairs = query_P * num_labels + label_P
         is_kept = ~np.isin(pairs, exclude.pairs(num_labels))

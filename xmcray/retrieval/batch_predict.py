@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from xmcray.data.formats.base import BadRow, BadValue, check_text
+from xmcray.data.formats.base import BadRow, BadValue, check_text, natural_key
 from xmcray.data.formats.json_lines import Fields, Record, RowParser, read_records
 from xmcray.data.formats.tables import count_rows, read_rows
 from xmcray.errors import DataError, RunError, StorageError, one_line
@@ -69,6 +69,10 @@ class QueryChunk:
 
 
 # Uid, text, and side vector if there is one.
+class BadQueryError(DataError):
+    """A row of the queries is malformed."""
+
+
 _Query = tuple[str, str, Float32Array | None]
 
 
@@ -108,7 +112,7 @@ def find_queries(path: str | Path) -> list[Path]:
         )
     files = [path]
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.is_file())
+        files = sorted((file for file in path.iterdir() if file.is_file()), key=natural_key)
     tables = [file for file in files if file.name.endswith(".parquet")]
     lines = [file for file in files if file.name.endswith((".jsonl", ".jsonl.gz"))]
     if bool(tables) == bool(lines):
@@ -134,7 +138,8 @@ def read_chunks(
         done: numbers of the chunks to leave out.
         vectors: read side vectors; else a column of that name is ignored like any other.
     Raises:
-        DataError: a row is malformed (named), or there is none.
+        BadQueryError: a row is malformed (named).
+        DataError: there is no row, or a file cannot be read.
     """
     chunk = QueryChunk(0, [], [])
     num_characters = 0
@@ -172,7 +177,9 @@ def _read_queries(files: Sequence[Path], vectors: bool) -> Iterator[_Query]:
                 uid, text = _query(record, row)
                 yield uid, text, _vector(record) if vectors else None
             except BadValue as error:
-                raise DataError(f"{BadRow(str(path), line, str(error))}; repair the row") from None
+                raise BadQueryError(
+                    f"{BadRow(str(path), line, str(error))}; repair the row"
+                ) from None
             row += 1
 
 
@@ -211,7 +218,7 @@ def _side_vectors(retriever: Retriever, chunk: QueryChunk) -> Float32Array | Non
     """float32 [queries, W], zeros for queries without a vector; None if the bundle uses none.
 
     Raises:
-        DataError: a vector has another width than those that the bundle was trained with.
+        BadQueryError: a vector has another width than those that the bundle was trained with.
     """
     width = retriever.side_width
     if not width:
@@ -221,7 +228,7 @@ def _side_vectors(retriever: Retriever, chunk: QueryChunk) -> Float32Array | Non
         if vector is None:
             continue
         if len(vector) != width:
-            raise DataError(
+            raise BadQueryError(
                 f"query {chunk.uids[place][:80]!r} has a {_VECTOR} of {len(vector)} numbers, expected"
                 f" {width}; use the vectors that the bundle was trained with"
             )

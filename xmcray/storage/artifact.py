@@ -117,6 +117,8 @@ def new_artifact(
             elif not remote:
                 publish(folder, Path(destination).absolute())
         if remote:
+            # Another process may have written there meanwhile.
+            refuse_existing(destination)
             # An object store has no rename; the manifest, uploaded last, completes it.
             _upload(folder, str(destination))
 

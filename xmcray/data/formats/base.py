@@ -237,11 +237,12 @@ def find_any(folder: Path, pattern: str) -> list[Path]:
         for candidate in (name, f"{name}.gz"):
             files = [path for path in folder.glob(candidate) if path.is_file()]
             if files:
-                return sorted(files, key=_natural_key)
+                return sorted(files, key=natural_key)
     return []
 
 
-def _natural_key(path: Path) -> tuple[list[str | int], str]:
+def natural_key(path: Path) -> tuple[list[str | int], str]:
+    """By which files are sorted: by name, and numbers in it by value."""
     # Every second piece is a number, so pieces at equal places are of one type.
     key: list[str | int] = [*re.split("([0-9]+)", path.name)]
     key[1::2] = [int(number) for number in key[1::2]]
