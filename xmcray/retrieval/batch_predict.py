@@ -70,7 +70,7 @@ class QueryChunk:
 
 # Uid, text, and side vector if there is one.
 class BadQueryError(DataError):
-    """A row of the queries is malformed."""
+    """A row of the queries is malformed, or there is none."""
 
 
 _Query = tuple[str, str, Float32Array | None]
@@ -138,8 +138,8 @@ def read_chunks(
         done: numbers of the chunks to leave out.
         vectors: read side vectors; else a column of that name is ignored like any other.
     Raises:
-        BadQueryError: a row is malformed (named).
-        DataError: there is no row, or a file cannot be read.
+        BadQueryError: a row is malformed (named), or there is none.
+        DataError: a file cannot be read.
     """
     chunk = QueryChunk(0, [], [])
     num_characters = 0
@@ -156,7 +156,7 @@ def read_chunks(
             chunk = QueryChunk(chunk.number + 1, [], [])
             num_characters = 0
     if not rows:
-        raise DataError(
+        raise BadQueryError(
             f"{files[0]} is empty, expected rows of queries with text, or title and content"
         )
     if chunk.uids and chunk.number not in done:
