@@ -133,6 +133,21 @@ def test_a_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [link, pipe]
 
 
+@pytest.mark.skipif(not Path("/dev/stdout").is_symlink(), reason="needs /dev/stdout")
+def test_a_link_of_the_system_may_lead_to_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    with file.open("wb") as opened:
+        led_to = Path(f"/proc/self/fd/{opened.fileno()}")
+        assert led_to.is_file()
+        # Not with /dev/stdout itself, which a mistake here would replace.
+        with pytest.raises(StorageError, match="is a pipe or a device"):
+            write_json(led_to, {})
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    write_json(link, {})
+    assert not link.is_symlink()
+
+
 def test_a_file_to_be_written_later(tmp_path: Path) -> None:
     check_file(tmp_path / "new.json")
     with pytest.raises(

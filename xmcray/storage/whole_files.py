@@ -61,7 +61,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     """
     temporary = aside(path)
     with disk_errors(path):
-        if _is_pipe_or_device(path):
+        if _is_pipe_or_device(path) or _is_link_of_the_system(path):
             # Renaming a file to it would replace it for the whole machine.
             raise StorageError(
                 f"{path} is a pipe or a device, expected a file; choose another path"
@@ -105,6 +105,12 @@ def _is_pipe_or_device(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
+def _is_link_of_the_system(path: Path) -> bool:
+    """Whether a path is a link such as /dev/stdout, which may lead to a file."""
+    folder = os.path.realpath(path.parent)
+    return path.is_symlink() and folder.startswith(("/dev", "/proc"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
