@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
@@ -80,6 +80,8 @@ class MemorySettings(Schema):
 
 
 FieldName = Literal["uid", "text", "label_id", "score", "probability", "attributes"]
+# Without a limit each of half a million wrong names would be an error of its own.
+MAX_FIELDS = len(get_args(FieldName))
 
 
 class SearchRequest(Schema):
@@ -99,7 +101,12 @@ class SearchRequest(Schema):
     texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)]
     vectors: Annotated[list[Vector], Field(min_length=1, max_length=MAX_TEXTS)] | None = None
     k: Annotated[int, Field(ge=1, le=MAX_K)] = 10
-    fields: list[FieldName] = ["uid", "text", "score", "probability"]
+    fields: Annotated[list[FieldName], Field(max_length=MAX_FIELDS)] = [
+        "uid",
+        "text",
+        "score",
+        "probability",
+    ]
     model: Name | None = None
     filter: Filter | None = None
     memory: MemorySettings | None = None

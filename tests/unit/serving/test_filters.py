@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from xmcray.data.tokens import train_wordpiece
 from xmcray.nn.encoder import EncoderConfig, build_encoder
@@ -14,7 +17,7 @@ from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bund
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.labels import annotate_labels
 from xmcray.retrieval.shards import ShardBuild
-from xmcray.serving.schema import Filter, Range
+from xmcray.serving.schema import Filter, Range, SearchRequest
 from xmcray.serving.snapshot import Snapshot
 
 LABELS = 12_000
@@ -95,3 +98,10 @@ def test_a_bound_of_more_digits_than_a_float_holds_is_exact() -> None:
     body = f'{{"attributes": {{"at": {{"gte": {first + 1}}}}}}}'
     wanted = Filter.model_validate_json(body)
     assert attributes.mask(wanted.attributes).tolist() == [False, True]
+
+
+def test_a_long_list_of_wrong_fields_is_one_error() -> None:
+    body = json.dumps({"texts": ["a"], "fields": [0] * 500_000})
+    with pytest.raises(ValidationError) as caught:
+        SearchRequest.model_validate_json(body)
+    assert caught.value.error_count() == 1
