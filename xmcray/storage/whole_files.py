@@ -109,8 +109,9 @@ def _is_pipe_or_device(path: Path) -> bool:
 
 def _is_link_of_the_system(path: Path) -> bool:
     """Whether a path is a link such as /dev/stdout, which may lead to a file."""
-    folder = os.path.realpath(path.parent)
-    return path.is_symlink() and folder.startswith(("/dev", "/proc"))
+    folder = path.parent.resolve()
+    is_of_the_system = folder.is_relative_to("/dev") or folder.is_relative_to("/proc")
+    return path.is_symlink() and is_of_the_system
 
 
 def read_json(path: Path) -> dict[str, Any]:
