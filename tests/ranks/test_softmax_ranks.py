@@ -113,6 +113,39 @@ def test_soft_top_k_sums_to_k_and_has_the_gradient_of_its_definition() -> None:
     assert torch.autograd.gradcheck(threshold, (query_GD, column_UD))
 
 
+@pytest.mark.parametrize("scale", [1.0, 20.0, 1000.0])
+@pytest.mark.parametrize("k", [1.0, 3.0, 5.0, 50.0])
+def test_soft_top_k_sums_to_k_over_scores_in_distant_clusters(k: float, scale: float) -> None:
+    # Between two clusters the sum hardly changes with the threshold, and Newton's steps are wild.
+    query_GD = torch.ones(2, 1, dtype=torch.float64)
+    near_U1 = torch.linspace(0.99, 1.01, 2, dtype=torch.float64)[:, None]
+    far_U1 = torch.linspace(-1.1, -0.9, 100, dtype=torch.float64)[:, None]
+    column_UD = torch.cat([near_U1, far_U1])
+    k_G = torch.full((2,), k, dtype=torch.float64)
+
+    skipped = Pairs(torch.tensor([0]), torch.tensor([50]))
+
+    threshold_G = columns.top_k_threshold(
+        query_GD, column_UD, skipped, k_G, alpha=5.0, scale=scale, widest=102
+    )
+
+    score_GU = scale * query_GD @ column_UD.T
+    score_GU[skipped.rows, skipped.columns] = -torch.inf
+    selected_GU = torch.sigmoid(5.0 * (score_GU + threshold_G[:, None]))
+    torch.testing.assert_close(selected_GU.sum(dim=1), k_G, atol=0, rtol=1e-12)
+
+
+def test_soft_top_k_keeps_the_type_of_the_scores() -> None:
+    query_GD = torch.randn(4, 3, requires_grad=True)
+    column_UD = torch.randn(9, 3, requires_grad=True)
+    k_G = torch.full((4,), 3.0, dtype=torch.float64)
+
+    threshold_G = columns.top_k_threshold(query_GD, column_UD, NONE, k_G, 2.0, 4.0, widest=9)
+    threshold_G.sum().backward()
+
+    assert threshold_G.dtype == torch.float32
+
+
 def test_a_query_without_a_negative_costs_nothing() -> None:
     query_GD = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     column_UD = torch.randn(1, 3, dtype=torch.float64, requires_grad=True)

@@ -19,7 +19,7 @@ from xmcray.parallel import collectives
 from xmcray.parallel.transfers import to_device
 
 BLOCK_FLOATS = 1 << 23  # scores that are in memory at a time
-_BISECTIONS = 60  # halve a bracket of a few hundred down to the last digits of float64
+_MOST_STEPS = 60  # of Newton's method, which needs up to 30 for scores in distant clusters
 
 
 def log_sum_exp(query_GD: Tensor, column_UD: Tensor, skipped: Pairs, scale: float) -> Tensor:
@@ -131,7 +131,7 @@ class _Threshold(torch.autograd.Function):
         scale: float,
         height: int,
     ) -> Tensor:
-        (k_G,) = to_device([k_G], query_GD.device)
+        (k_G,) = to_device([k_G.to(query_GD.dtype)], query_GD.device)
         thresholds = []
         for start, score_RU in _row_blocks(query_GD, column_UD, skipped, scale, height):
             k_R = k_G[start : start + len(score_RU)]
@@ -170,13 +170,49 @@ class _Threshold(torch.autograd.Function):
 
 
 def _solve(score_RU: Tensor, k_R: Tensor, alpha: float) -> Tensor:
-    """Thresholds of some queries by bisection; collective.
+    """Thresholds of some queries by Newton's method inside a bracket; collective.
+
+    Newton is applied to the logarithm of the sum, which is all but linear below the threshold: from
+    the lower end of the bracket, the first step is the threshold that exp in place of the sigmoid
+    would have. Where a step leaves the bracket, the bracket is halved.
 
     Args:
         score_RU: Scores with this rank's columns; -inf for skipped ones.
         k_R: Sum of the sigmoids over the columns of all ranks, for each query.
         alpha: Steepness.
     """
+    low_R, high_R = _bracket(score_RU, alpha)
+    threshold_R = low_R
+    z_RU = torch.empty_like(score_RU)
+    rounding = 4 * torch.finfo(score_RU.dtype).eps
+    for _ in range(_MOST_STEPS):
+        shift_R = alpha * threshold_R
+        torch.add(shift_R[:, None], score_RU, alpha=alpha, out=z_RU).sigmoid_()
+        sum_R, squares_R = _sums_over_ranks(z_RU)
+        slope_R = alpha * (sum_R - squares_R)  # d sigmoid(alpha x) / dx = alpha z (1 - z)
+
+        # The sum rises with the threshold.
+        too_low_R = sum_R < k_R
+        low_R = torch.where(too_low_R, threshold_R, low_R)
+        high_R = torch.where(too_low_R, high_R, threshold_R)
+
+        newton_R = threshold_R + (k_R / sum_R).log() * sum_R / slope_R
+        inside_R = (newton_R >= low_R) & (newton_R <= high_R)
+        next_R = torch.where(inside_R, newton_R, (low_R + high_R) / 2)
+        # A solved query stays where it is: from there on, steps are noise.
+        solved_R = (sum_R - k_R).abs() <= rounding * k_R
+        next_R = torch.where(solved_R, threshold_R, next_R)
+
+        moved_R = (next_R - threshold_R).abs()
+        threshold_R = next_R
+        # The sums are the same on every rank, so all ranks leave together.
+        if bool((moved_R <= rounding * (threshold_R.abs() + 1 / alpha)).all()):
+            break
+    return threshold_R
+
+
+def _bracket(score_RU: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+    """Two thresholds [R] of each query: every sigmoid is about 0 at one, and 1 at the other; collective."""
     if score_RU.shape[1]:
         # A skipped score of -inf must not become the minimum.
         counted_RU = torch.where(score_RU.isfinite(), score_RU, torch.inf)
@@ -190,17 +226,15 @@ def _solve(score_RU: Tensor, k_R: Tensor, alpha: float) -> Tensor:
     own_extremes_R2 = torch.stack([-most_R, least_R], dim=1)
     extremes_R2 = collectives.gather_equal(own_extremes_R2).amin(dim=0)
     # At -max - 30 / alpha every sigmoid is below 1e-13; at -min + 30 / alpha all are 1.
-    low_R = extremes_R2[:, 0] - 30 / alpha
-    high_R = -extremes_R2[:, 1] + 30 / alpha
-    for _ in range(_BISECTIONS):
-        middle_R = (low_R + high_R) / 2
-        z_RU = torch.sigmoid(alpha * (score_RU + middle_R[:, None]))
-        sum_R = collectives.sum_over_ranks(z_RU.sum(dim=1))
-        # The sum rises with the threshold.
-        too_low_R = sum_R < k_R
-        low_R = torch.where(too_low_R, middle_R, low_R)
-        high_R = torch.where(too_low_R, high_R, middle_R)
-    return (low_R + high_R) / 2
+    return extremes_R2[:, 0] - 30 / alpha, -extremes_R2[:, 1] + 30 / alpha
+
+
+def _sums_over_ranks(z_RU: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of z and of its square for each query, over the columns of all ranks; collective."""
+    norm_R = torch.linalg.vector_norm(z_RU, dim=1)
+    sums_2R = torch.stack([z_RU.sum(dim=1), norm_R.square()])
+    sum_R, squares_R = collectives.sum_over_ranks(sums_2R)
+    return sum_R, squares_R
 
 
 def _column_blocks(
