@@ -77,6 +77,30 @@ def test_decoupled_softmax_is_golden(tau: str, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
+def test_negatives_are_divided_by_their_probability(num_ranks: int) -> None:
+    g = golden("decoupled_tau1.0")
+    num_queries, num_columns = g["scores"].shape
+    log_q_U = torch.linspace(-5, 0, num_columns, dtype=torch.float64)
+
+    def loss_of(g: dict[str, Any], query_GD: Tensor, column_UD: Tensor, positives: Pairs) -> Tensor:
+        part = LabelPartition(num_columns, collectives.num_ranks(), collectives.rank())
+        own_log_q_U = log_q_U[part.start : part.stop]
+        return decoupled_softmax(query_GD, column_UD, positives, positives, 1.0, own_log_q_U)
+
+    loss, grad_UG = over_ranks(loss_on_rank, num_ranks, "decoupled_tau1.0", loss_of)
+
+    score_GU = torch.tensor(g["scores"], requires_grad=True)
+    is_positive_GU = torch.from_numpy(g["positives"].astype(bool))
+    weighed_GU = (score_GU.exp() / log_q_U.exp()).masked_fill(is_positive_GU, 0)
+    loss_GU = (1 + weighed_GU.sum(dim=1, keepdim=True) / score_GU.exp()).log()
+    expected = loss_GU[is_positive_GU].sum() / num_queries
+    expected.backward()
+    assert score_GU.grad is not None
+    np.testing.assert_allclose(loss, expected.item(), rtol=1e-9)
+    np.testing.assert_allclose(grad_UG.T, score_GU.grad.numpy(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("k", [3, 5])
 def test_soft_top_k_is_golden(k: int, num_ranks: int) -> None:
     name = f"softtopk_k{k}"

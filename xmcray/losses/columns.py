@@ -22,20 +22,28 @@ BLOCK_FLOATS = 1 << 23  # scores that are in memory at a time
 _MOST_STEPS = 60  # of Newton's method, which needs up to 30 for scores in distant clusters
 
 
-def log_sum_exp(query_GD: Tensor, column_UD: Tensor, skipped: Pairs, scale: float) -> Tensor:
-    """log sum_c exp(scale * <q_i, c>) over the columns of all ranks; collective.
+def log_sum_exp(
+    query_GD: Tensor,
+    column_UD: Tensor,
+    skipped: Pairs,
+    scale: float,
+    log_q_U: Tensor | None = None,
+) -> Tensor:
+    """log sum_c exp(scale * <q_i, c>) / Q(c) over the columns of all ranks; collective.
 
     Args:
         query_GD: All queries, the same on every rank.
         column_UD: This rank's columns, possibly none.
         skipped: Pairs that do not count, on the host, columns local to this rank.
         scale: 1 / temperature.
+        log_q_U: log Q of this rank's columns, the probability that a column was drawn; None if
+            none was left to chance.
 
     Returns:
         [G], the same on every rank; -inf for a query without a column that counts. The backward
         pass first sums the gradient over ranks.
     """
-    return cast(Tensor, _LogSumExp.apply(query_GD, column_UD, skipped, scale))
+    return cast(Tensor, _LogSumExp.apply(query_GD, column_UD, skipped, scale, log_q_U))
 
 
 def top_k_threshold(
@@ -79,10 +87,11 @@ class _LogSumExp(torch.autograd.Function):
         column_UD: Tensor,
         skipped: Pairs,
         scale: float,
+        log_q_U: Tensor | None,
     ) -> Tensor:
         # log(0) = -inf starts the sum: a rank may have no column.
         own_G = query_GD.new_full((len(query_GD),), -torch.inf)
-        for _, _, score_GC in _column_blocks(query_GD, column_UD, skipped, scale):
+        for _, _, score_GC in _column_blocks(query_GD, column_UD, skipped, scale, log_q_U):
             own_G = torch.logaddexp(own_G, score_GC.logsumexp(dim=1))
         # Logarithms cannot be summed by an all-reduce, so every rank gets all of them.
         own_RG = collectives.gather_equal(own_G)
@@ -90,6 +99,7 @@ class _LogSumExp(torch.autograd.Function):
         ctx.save_for_backward(query_GD, column_UD, all_G)
         ctx.skipped = skipped
         ctx.scale = scale
+        ctx.log_q_U = log_q_U
         return all_G
 
     @staticmethod
@@ -110,13 +120,14 @@ class _LogSumExp(torch.autograd.Function):
             column_UD,
             ctx.skipped,
             ctx.scale,
+            ctx.log_q_U,
         ):
             # d logsumexp / d score is the softmax, exp(score - logsumexp).
             grad_GC = score_GC.sub_(shift_G1).exp_().mul_(ctx.scale * grad_G1)
             grad_query_GD.addmm_(grad_GC, column_CD)
             stop = start + len(column_CD)
             torch.mm(grad_GC.T, query_GD, out=grad_column_UD[start:stop])
-        return grad_query_GD, grad_column_UD, None, None
+        return grad_query_GD, grad_column_UD, None, None, None
 
 
 class _Threshold(torch.autograd.Function):
@@ -242,6 +253,7 @@ def _column_blocks(
     column_UD: Tensor,
     skipped: Pairs,
     scale: float,
+    log_q_U: Tensor | None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Blocks of columns: first column, columns [C, D], scores [G, C] with -inf for skipped pairs."""
     width = max(1, BLOCK_FLOATS // max(1, len(query_GD)))
@@ -250,6 +262,8 @@ def _column_blocks(
         start = i * width
         column_CD = column_UD[start : start + width]
         score_GC = (query_GD @ column_CD.T).mul_(scale)
+        if log_q_U is not None:
+            score_GC.sub_(log_q_U[start : start + width])
         # exp(-inf) = 0: a skipped pair adds nothing.
         score_GC[block.rows, block.columns] = -torch.inf
         yield start, column_CD, score_GC

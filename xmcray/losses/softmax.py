@@ -14,6 +14,7 @@ from torch import Tensor
 
 from xmcray.losses.columns import log_sum_exp, top_k_threshold
 from xmcray.losses.pairs import Pairs, pair_scores
+from xmcray.parallel.transfers import to_device
 
 # From here on softplus(x) is x in float64. Torch's own threshold of 20 would cost a relative error
 # of 1e-9 in the gradient.
@@ -26,11 +27,13 @@ def decoupled_softmax(
     positives: Pairs,
     not_negatives: Pairs,
     scale: float,
+    log_q_U: Tensor | None = None,
 ) -> Tensor:
-    """Sum over positives of -log(e^s / (e^s + sum over negatives of e^s')).
+    """Sum over positives of -log(e^s / (e^s + sum over negatives of e^s' / Q)).
 
     Each positive competes with all negatives, but not with the other positives of its query.
-    Source: DEXML, Eq. 5.
+    Source: DEXML, Eq. 5. With Q, the probability that a negative is among the columns, the sum over
+    negatives estimates the one over all labels (methods/log_q.py).
 
     Args:
         query_GD: Vectors of all queries.
@@ -39,8 +42,11 @@ def decoupled_softmax(
         not_negatives: Pairs that are left out of the denominator: a query's own label and all
             positives, also those that are not in `positives` because they were not drawn.
         scale: 1 / temperature.
+        log_q_U: log Q of this rank's columns, on the host; None counts each column once.
     """
-    log_z_G = log_sum_exp(query_GD, column_UD, not_negatives, scale)
+    if log_q_U is not None:
+        (log_q_U,) = to_device([log_q_U.to(query_GD.dtype)], query_GD.device)
+    log_z_G = log_sum_exp(query_GD, column_UD, not_negatives, scale, log_q_U)
     positives = positives.to(query_GD.device)
     score_P = pair_scores(query_GD, column_UD, positives.rows, positives.columns) * scale
     # -log(e^s / (e^s + z)) = log(1 + z / e^s) = softplus(log z - s)

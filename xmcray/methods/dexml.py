@@ -34,6 +34,7 @@ from xmcray.losses.softmax import decoupled_softmax, soft_top_k, softmax
 from xmcray.methods.base import MethodContext, MethodEntry, dual_encoder_defaults
 from xmcray.methods.dual_encoder import DualEncoder
 from xmcray.methods.label_pool import LabelPool
+from xmcray.methods.log_q import BatchProbability, check_log_q
 from xmcray.nn.heads import Head, NormalisedHead
 from xmcray.parallel import collectives
 from xmcray.parallel.collectives import gather_rows
@@ -56,6 +57,9 @@ class DexmlConfig:
         cache_hard: K, labels that the cache adds to a batch; for columns "cache".
         num_positives: of a query, drawn uniformly in every step; 0 for all.
         temperature: tau; scores are divided by it.
+        log_q: divide a negative's term in the denominator by the probability that its label is in a
+            random batch (logQ correction), by which frequent labels are no longer pushed down; for
+            columns "in_batch" and the decoupled loss.
         dropout: on the embeddings of queries and label texts, after pooling (App. B.2). The rates
             inside a transformer are its own, or `encoder.dropout`.
         normalised: vectors have length 1. The released configurations of the two largest sets have
@@ -70,6 +74,7 @@ class DexmlConfig:
     cache_hard: int = 512
     num_positives: int = 0
     temperature: float = 0.05
+    log_q: bool = False
     dropout: float = 0.0
     normalised: bool = True
     top_k: int = 5
@@ -88,6 +93,11 @@ class DexmlConfig:
             top_k=1,
             alpha=1e-3,
         )
+        if self.log_q and (self.columns != "in_batch" or self.loss != "decoupled"):
+            raise ConfigError(
+                f"method.log_q is on, and needs columns=in_batch and loss=decoupled (found"
+                f" columns={self.columns} and loss={self.loss}); leave it out or set those"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,8 @@ class ScoredPool:
             no negatives.
         k_G: k of SoftTop-k for each query; None with another loss.
         keep_UD: Dropout mask of this rank's labels; None without dropout.
+        log_q_U: Log of the probability that each of this rank's labels is in a batch; None if it
+            does not count.
     """
 
     pool: LabelPool
@@ -108,6 +120,7 @@ class ScoredPool:
     skipped: Pairs
     k_G: Tensor | None
     keep_UD: Tensor | None
+    log_q_U: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +170,10 @@ class Dexml(DualEncoder):
         self.cache: EmbeddingCache | None = None
         if config.columns == "cache":
             self.cache = EmbeddingCache(context)
+        self.in_batch: BatchProbability | None = None
+        if config.log_q:
+            check_log_q(context.negatives)
+            self.in_batch = BatchProbability.of(context.data, config.num_positives)
 
     def start(self) -> None:
         """Fills the cache with the vectors of all labels."""
@@ -332,7 +349,10 @@ class Dexml(DualEncoder):
         if with_dropout:
             stop = pool.first + pool.num_columns
             keep_UD = self._keep_mask("labels", batch.step, pool.first, stop)
-        return ScoredPool(pool, pool.positives(positives, batch), skipped, k_G, keep_UD)
+        log_q_U = None
+        if self.in_batch is not None:
+            log_q_U = self.in_batch.log_of_labels(pool.own, len(batch.query_ids))
+        return ScoredPool(pool, pool.positives(positives, batch), skipped, k_G, keep_UD, log_q_U)
 
     def _total(
         self,
@@ -353,7 +373,7 @@ class Dexml(DualEncoder):
         drawn = scored.positives
         skipped = scored.skipped
         if self.config.loss == "decoupled":
-            return decoupled_softmax(query_GD, column_UD, drawn, skipped, scale)
+            return decoupled_softmax(query_GD, column_UD, drawn, skipped, scale, scored.log_q_U)
         if self.config.loss == "softmax":
             return softmax(query_GD, column_UD, drawn, skipped, scale)
         if self.config.loss == "bce":

@@ -31,6 +31,7 @@ from xmcray.methods.base import (
 )
 from xmcray.methods.dual_encoder import DualEncoder
 from xmcray.methods.label_pool import LabelPool
+from xmcray.methods.log_q import BatchProbability, check_log_q
 from xmcray.nn.heads import NormalisedHead
 from xmcray.parallel.collectives import gather_rows
 from xmcray.types import Batch, Ragged, Shortlist, StepOutput
@@ -44,6 +45,9 @@ class RaeConfig:
         hard_per_query: m, drawn from the `negatives.hard` labels of a query's shortlist.
         query_negatives: in-batch queries without a common positive are negatives too (Eq. 10).
         temperature: tau of the loss; scores are divided by it.
+        log_q: divide a negative's term in the denominator by the probability that its label or its
+            query is in a random batch (logQ correction), by which frequent labels are no longer
+            pushed down. Without hard negatives.
     """
 
     # Former place of a setting: `method.memory` is the section `memory` of the run.
@@ -52,6 +56,7 @@ class RaeConfig:
     hard_per_query: int = 2
     query_negatives: bool = True
     temperature: float = 0.04
+    log_q: bool = False
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -83,11 +88,14 @@ class RaeInputs:
         pool: Labels that are scored.
         label_tokens: Token ids of this rank's labels of the pool.
         pairs: Of queries and columns.
+        log_q_U: Log of the probability that each of this rank's columns, labels and then queries, is
+            in a batch; None if it does not count.
     """
 
     pool: LabelPool
     label_tokens: Ragged
     pairs: RaePairs
+    log_q_U: Tensor | None
 
 
 class Rae(DualEncoder):
@@ -96,6 +104,10 @@ class Rae(DualEncoder):
     def __init__(self, config: RaeConfig, context: MethodContext) -> None:
         super().__init__("rae", context, NormalisedHead(context.dim))
         self.config = config
+        self.in_batch: BatchProbability | None = None
+        if config.log_q:
+            check_log_q(context.negatives)
+            self.in_batch = BatchProbability.of(context.data, num_positives=1)
 
     def prepare(self, batch: Batch, shortlist: Shortlist | None) -> RaeInputs:
         """Draws one positive per query, and collects columns and pairs."""
@@ -103,7 +115,8 @@ class Rae(DualEncoder):
         hard = self.context.draw_hard_negatives(batch, shortlist, self.config.hard_per_query)
         pool = LabelPool.of(self.context.partition, drawn, hard)
         pairs = rae_pairs(batch, drawn, pool, self.config.query_negatives)
-        return RaeInputs(pool, self.context.label_tokens(pool.own), pairs)
+        label_tokens = self.context.label_tokens(pool.own)
+        return RaeInputs(pool, label_tokens, pairs, self._log_q(batch, pool))
 
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
         """One drawn positive per query against labels and queries of the global batch (Eq. 10)."""
@@ -116,8 +129,20 @@ class Rae(DualEncoder):
             num_queries=len(batch.query_ids),
             scale=1 / self.config.temperature,
             query_negatives=self.config.query_negatives,
+            log_q_U=inputs.log_q_U,
         )
         return StepOutput(total, len(batch.query_ids), query_BD.detach())
+
+    def _log_q(self, batch: Batch, pool: LabelPool) -> Tensor | None:
+        """`log_q_U` of `RaeInputs`."""
+        if self.in_batch is None:
+            return None
+        batch_size = len(batch.query_ids)
+        log_q_U = self.in_batch.log_of_labels(pool.own, batch_size)
+        if not self.config.query_negatives:
+            return log_q_U
+        log_of_query = self.in_batch.log_of_query(batch_size)
+        return torch.cat([log_q_U, log_q_U.new_full((batch.stop - batch.start,), log_of_query)])
 
 
 def rae_pairs(
@@ -147,6 +172,7 @@ def rae_loss(
     num_queries: int,
     scale: float,
     query_negatives: bool = True,
+    log_q_U: Tensor | None = None,
 ) -> Tensor:
     """This rank's part of the sum over queries of Eq. 10.
 
@@ -157,6 +183,7 @@ def rae_loss(
         num_queries: G, queries of the global batch.
         scale: 1 / tau.
         query_negatives: Other queries are negatives too.
+        log_q_U: As in `RaeInputs`.
     """
     query_GD = gather_rows(query_BD, num_queries)
     column_UD = label_UD
@@ -164,7 +191,9 @@ def rae_loss(
         # Each rank adds its own queries as columns behind its labels. As columns they belong to
         # this rank, so the gradient of the columns needs no exchange.
         column_UD = torch.cat([label_UD, query_BD])
-    return decoupled_softmax(query_GD, column_UD, pairs.positives, pairs.not_negatives, scale)
+    return decoupled_softmax(
+        query_GD, column_UD, pairs.positives, pairs.not_negatives, scale, log_q_U
+    )
 
 
 def sharing_queries(positives: Ragged, start: int, stop: int) -> Pairs:
