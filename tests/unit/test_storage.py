@@ -171,9 +171,14 @@ def test_safetensors_really_reports_a_missing_folder_as_its_own_error(tmp_path: 
 
 def artifact(folder: Path) -> Path:
     """A small corpus with one file."""
-    with new_artifact(folder, "corpus", {}) as unfinished:
-        (unfinished / "file").write_text("x")
+    artifact_at(folder)
     return folder
+
+
+def artifact_at(destination: str | Path) -> None:
+    """Writes a small corpus with one file to a folder or a URL."""
+    with new_artifact(destination, "corpus", {}) as unfinished:
+        (unfinished / "file").write_text("x")
 
 
 def test_what_a_killed_process_left_is_removed_and_what_others_write_stays(tmp_path: Path) -> None:
@@ -202,6 +207,24 @@ def test_what_another_process_finished_at_a_url_stays(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="corpus exists and is not empty"):
         writer.close()
     assert (faster / "file").read_text() == "x"
+
+
+@pytest.mark.parametrize("name", ["file", "below/file"])
+def test_other_files_at_a_url_get_no_artifact_among_them(tmp_path: Path, name: str) -> None:
+    other = tmp_path / "corpus" / name
+    other.parent.mkdir(parents=True)
+    other.write_text("other")
+    with pytest.raises(StorageError, match="corpus exists and is not empty"):
+        artifact_at(f"file://{tmp_path}/corpus")
+    with pytest.raises(StorageError, match="file exists and is not empty"):
+        artifact_at(f"file://{other}")
+    assert other.read_text() == "other"
+
+
+def test_an_empty_folder_of_a_url_takes_an_artifact(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    artifact_at(f"file://{tmp_path}/corpus")
+    assert (tmp_path / "corpus" / "file").read_text() == "x"
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,7 @@ def refuse_existing(destination: str | Path) -> None:
     """Raises StorageError if something is already there: good data is never overwritten."""
     check_path(destination)
     if is_url(destination):
-        filesystem, root = filesystem_of(str(destination))
-        with reaching(str(destination)):
-            exists = filesystem.exists(f"{root}/{MANIFEST}")
+        exists = bool(_names_at(str(destination)))
     else:
         path = Path(destination)
         exists = any(path.iterdir()) if path.is_dir() else path.exists()
@@ -57,6 +55,21 @@ def refuse_existing(destination: str | Path) -> None:
         raise StorageError(
             f"{destination} exists and is not empty; remove it or choose another --out"
         )
+
+
+def _names_at(url: str) -> set[str]:
+    """What a file system has below a URL; a file's own name if the URL is one."""
+    filesystem, root = filesystem_of(url)
+    with reaching(url):
+        # Another process may have written there since a file system listed it.
+        filesystem.invalidate_cache()
+        try:
+            names = set(filesystem.ls(root, detail=False))
+        except FileNotFoundError:
+            return set()
+    # The first is how object stores mark an empty folder. The second comes with a new repository of
+    # the Hub.
+    return names - {f"{root}/", f"{root}/.gitattributes"}
 
 
 def refuse_artifact(folder: str | Path, option: str) -> None:
