@@ -17,7 +17,7 @@ def kind_of(path: str) -> str:
         return "predictions"
     if (Path(path) / "run.json").is_file():
         return "run"
-    # Only bundles are read from URLs; whether it is one shows when it is opened.
+    # No run is at a URL. Whether a bundle is there shows when it is opened.
     if "://" in path or (Path(path) / "manifest.json").is_file():
         return "bundle"
     problem = "is neither a run nor a bundle" if Path(path).exists() else "does not exist"

@@ -15,6 +15,7 @@ from scipy import sparse
 from xmcray.data.formats.matrices import load_npz
 from xmcray.errors import DataError
 from xmcray.storage.path_errors import disk_errors
+from xmcray.storage.remote import local_file
 from xmcray.storage.whole_files import whole_file
 from xmcray.types import Int64Array, Ragged, TopLabels
 
@@ -120,16 +121,21 @@ def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> spa
 
     Stored zeros and negative scores are answers.
 
+    Args:
+        path: file or URL.
+        num_queries: Q, the number of rows.
+        num_labels: L, the number of columns.
     Raises:
         DataError: no CSR or CSC in a .npz, another shape than [num_queries, num_labels], or a score that
             is not a number.
+        StorageError: the URL cannot be used.
     """
-    path = Path(path)
-    if not path.exists():
-        raise DataError(
-            f"{path} does not exist, expected a prediction file; write one with `xmcray predict`"
-        )
-    matrix: sparse.csr_matrix = load_npz(path)
+    with local_file(path) as file:
+        if not file.exists():
+            raise DataError(
+                f"{path} does not exist, expected a prediction file; write one with `xmcray predict`"
+            )
+        matrix: sparse.csr_matrix = load_npz(file, source=path)
     if matrix.shape != (num_queries, num_labels):
         raise DataError(
             f"{path} is {matrix.shape[0]} x {matrix.shape[1]}, expected {num_queries} queries x {num_labels} labels; "

@@ -157,6 +157,11 @@ def parse_manifest(content: bytes, source: str | Path, kind: str) -> Manifest:
         release = body.get("release")
         # Within the block, because a value that is nested too deeply cannot be hashed either.
         content_hash = _content_hash(body)
+    if manifest.kind == "predictions" != kind:
+        raise StorageError(
+            f"{source} holds predictions, expected a {kind}; name {source}/predictions.npz to"
+            " evaluate them"
+        )
     if manifest.kind != kind:
         raise StorageError(
             f"{source} holds a {one_line(manifest.kind, 40)}, expected a {kind}; {made_by(kind)}"

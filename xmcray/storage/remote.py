@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,3 +50,24 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     with reaching(url):
         filesystem, root = fsspec.core.url_to_fs(url)
         return filesystem, str(root)
+
+
+@contextlib.contextmanager
+def local_file(path: str | Path) -> Iterator[Path]:
+    """A file that may be at a URL: its path, or that of a copy, which is removed at the end.
+
+    The path does not exist if the file does not.
+
+    Raises:
+        StorageError: the URL cannot be used.
+    """
+    if not is_url(path):
+        yield Path(path)
+        return
+    url = str(path)
+    filesystem, root = filesystem_of(url)
+    with tempfile.TemporaryDirectory(prefix="xmcray.") as folder:
+        copy = Path(folder) / "file"
+        with reaching(url), contextlib.suppress(FileNotFoundError):
+            filesystem.get_file(root, str(copy))
+        yield copy

@@ -20,6 +20,7 @@ from xmcray.evaluation.predictions import (
     write_predictions,
     writing_predictions,
 )
+from xmcray.storage.artifact import new_artifact, open_artifact
 from xmcray.types import Ragged, TopLabels
 
 NONE = -np.inf
@@ -77,9 +78,30 @@ def test_a_file_of_another_shape_is_refused(path: Path) -> None:
         read_predictions(path, 9, 4)
 
 
+def test_a_file_at_a_url_is_read(path: Path) -> None:
+    matrix = read_predictions(path, 3, 4)
+    at_url = read_predictions(f"file://{path}", 3, 4)
+    np.testing.assert_array_equal(at_url.toarray(), matrix.toarray())
+
+    path.write_bytes(b"not a zip")
+    with pytest.raises(DataError, match=f"file://{path} is not a complete npz file"):
+        read_predictions(f"file://{path}", 3, 4)
+
+
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"):
-        read_predictions(tmp_path / "none.npz", 3, 4)
+    for missing in (tmp_path / "none.npz", f"file://{tmp_path}/none.npz"):
+        with pytest.raises(DataError, match=f"{missing} does not exist"):
+            read_predictions(missing, 3, 4)
+
+
+def test_a_folder_of_predictions_is_no_bundle(tmp_path: Path) -> None:
+    with new_artifact(tmp_path / "p", "predictions", {}):
+        pass
+    advice = (
+        f"p holds predictions, expected a bundle; name {tmp_path}/p/predictions.npz to evaluate"
+    )
+    with pytest.raises(StorageError, match=advice):
+        open_artifact(tmp_path / "p", "bundle")
 
 
 def test_a_file_that_is_no_matrix_is_refused(path: Path) -> None:

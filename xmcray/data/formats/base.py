@@ -301,7 +301,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
         raise cannot_read(path, error) from None
 
 
-def cannot_read(path: Path, error: OSError) -> DataError:
+def cannot_read(path: str | Path, error: OSError) -> DataError:
     """The error for a file that the system does not let us read."""
     reason = error.strerror or error
     return DataError(f"{path} cannot be read ({reason}); check the path and its rights")

@@ -148,12 +148,16 @@ def _npz_rows(matrix: Any) -> Iterator[Entries | BadValue]:
             yield ids[first:stop], values[first:stop]
 
 
-def load_npz(path: Path) -> Any:
+def load_npz(path: Path, source: str | Path | None = None) -> Any:
     """A CSR matrix from scipy's npz, checked: shapes agree, pointers ascend, indices lie inside.
 
+    Args:
+        path: the file.
+        source: URL that the file is a copy of, for messages.
     Raises:
         DataError: anything else, pickled objects included.
     """
+    source = source or path
     try:
         with zipfile.ZipFile(path) as archive:
             # All members together: an array of ones alone may well be packed a thousandfold.
@@ -179,7 +183,7 @@ def load_npz(path: Path) -> Any:
         matrix.check_format(full_check=True)
         return matrix.tocsr()
     except OSError as error:
-        raise cannot_read(path, error) from None
+        raise cannot_read(source, error) from None
     except (
         zipfile.BadZipFile,
         zlib.error,
@@ -190,11 +194,11 @@ def load_npz(path: Path) -> Any:
         tokenize.TokenError,
     ) as error:
         raise DataError(
-            f"{path} is not a complete npz file of scipy.sparse.save_npz ({error})"
+            f"{source} is not a complete npz file of scipy.sparse.save_npz ({error})"
         ) from None
     except (ValueError, TypeError, OverflowError, MemoryError, SyntaxError) as error:
         raise DataError(
-            f"{path} is not a sparse matrix of scipy.sparse.save_npz ({one_line(error)}); save it again"
+            f"{source} is not a sparse matrix of scipy.sparse.save_npz ({one_line(error)}); save it again"
         ) from None
 
 
