@@ -148,19 +148,25 @@ class TextTokenizer:
         encodings = self._backend(max_len).encode_batch_fast(list(texts))
         return [encoding.ids for encoding in encodings]
 
-    def check_prompts(self) -> None:
-        """Raises ConfigError if a prompt leaves no room for the text."""
+    def check_room(self) -> None:
+        """Raises ConfigError if special tokens and a prompt leave no room for the text."""
         sides = (
             ("max_len", self.query_prompt, self.max_len),
             ("label_max_len", self.label_prompt, self.label_max_len),
         )
         for setting, prompt, max_len in sides:
-            num_tokens = len(self._backend(MAX_LEN).encode(prompt).ids) if prompt else 0
-            if num_tokens >= max_len:
+            num_tokens = len(self._backend(MAX_LEN).encode(prompt).ids)
+            if num_tokens < max_len:
+                continue
+            if prompt:
                 raise ConfigError(
                     f"{setting} is {max_len}, but the prompt {prompt!r} alone has {num_tokens} tokens;"
                     f" raise {setting} or shorten the prompt"
                 )
+            raise ConfigError(
+                f"{setting} is {max_len}, expected more than the tokenizer's {num_tokens} special"
+                " tokens, which count too; raise it"
+            )
 
     def tokens(self, text: str) -> list[str]:
         """The tokens of one text as strings, for people."""
@@ -352,7 +358,7 @@ def from_transformer(
         query_prompt=prompts["query"] if query_prompt is None else query_prompt,
         label_prompt=prompts["document"] if label_prompt is None else label_prompt,
     )
-    text_tokenizer.check_prompts()
+    text_tokenizer.check_room()
     return text_tokenizer
 
 

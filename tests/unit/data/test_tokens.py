@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from models import write_bert
 
 from xmcray.data.tokens import TextTokenizer, from_transformer, train_wordpiece
 from xmcray.data.writer import PrepareConfig
@@ -100,6 +101,16 @@ def test_a_transformer_folder_keeps_its_special_tokens(tmp_path: Path) -> None:
     assert "tokenizer_class" in json.loads(
         (tmp_path / "saved" / "tokenizer_config.json").read_text()
     )
+
+
+@pytest.mark.parametrize("max_len", [1, 2])
+def test_special_tokens_leave_room_for_the_text(tmp_path: Path, max_len: int) -> None:
+    bert = str(write_bert(tmp_path, ["the", "fox"]))
+    with pytest.raises(ConfigError, match=f"^max_len is {max_len}, expected more than .* 2 special"):
+        from_transformer(bert, max_len)
+    with pytest.raises(ConfigError, match=f"^label_max_len is {max_len}, expected more than"):
+        from_transformer(bert, 8, label_max_len=max_len)
+    assert from_transformer(bert, 3, label_max_len=3).tokens("the fox") == ["[CLS]", "the", "[SEP]"]
 
 
 def test_an_unreachable_hub_id_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
