@@ -258,7 +258,7 @@ def train_wordpiece(
         vocab_size: largest number of tokens.
 
     Raises:
-        ConfigError: `texts` hold no word to learn from.
+        ConfigError: `texts` hold no word to learn from, or more characters than `vocab_size` lets in.
     """
     texts = list(texts)
     normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -271,9 +271,14 @@ def train_wordpiece(
     letters = [letter for letter in alphabet if unicodedata.category(letter)[0] != "P"]
     inner = [f"##{letter}" for letter in letters]
     first_tokens = [PAD, UNKNOWN, *alphabet, *inner]
+    if vocab_size < len(first_tokens):
+        raise ConfigError(
+            f"vocab_size is {vocab_size:,}, expected at least {len(first_tokens):,}, as the characters of"
+            " the corpus are tokens themselves; raise it"
+        )
     trained = _wordpiece_backend({}, normalizer)
     trainer = trainers.WordPieceTrainer(
-        vocab_size=max(vocab_size, len(first_tokens)),
+        vocab_size=vocab_size,
         min_frequency=MIN_FREQUENCY,
         special_tokens=first_tokens,
         # Alphabet and limit together admit no other character, whose number would again be chance.

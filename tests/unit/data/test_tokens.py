@@ -42,7 +42,14 @@ def test_vocabulary_obeys_its_size_and_minimum_frequency() -> None:
     tokenizer = train_wordpiece(["once twice", "twice"])
     assert tokenizer.tokens("twice") == ["twice"]
     assert len(tokenizer.tokens("once")) > 1
-    letters = train_wordpiece(TEXTS, vocab_size=1)  # characters are always known
+
+
+def test_characters_are_always_known_and_must_fit_into_the_vocabulary() -> None:
+    # 18 letters, each also inside a word, two punctuation marks, [PAD] and [UNK].
+    with pytest.raises(ConfigError, match="vocab_size is 39, expected at least 40"):
+        train_wordpiece(TEXTS, vocab_size=39)
+    letters = train_wordpiece(TEXTS, vocab_size=40)
+    assert letters.vocab_size == 40
     assert letters.tokens("fox") == ["f", "##o", "##x"]
 
 
