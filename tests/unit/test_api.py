@@ -193,6 +193,20 @@ def test_labels_of_tables_are_uids_also_if_they_are_integers() -> None:
     assert found == ["two", "zero"]
 
 
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_sets_of_labels_in_tables_are_refused(kind: type) -> None:
+    table = pd.DataFrame({"uid": [2], "text": ["two"], "labels": [kind([2])]})
+    with (
+        pytest.raises(
+            DataError, match=f"table train has a {kind.__name__} of labels, expected a list"
+        ),
+        preparing._raw_tables(
+            {"labels": table[["uid", "text"]], "train": table}, None, None, None, False
+        ),
+    ):
+        pass
+
+
 def test_a_table_with_mixed_types_is_one_line() -> None:
     table = pd.DataFrame({"uid": [1, "a"], "text": ["x", "y"]})
     with (

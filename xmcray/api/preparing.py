@@ -139,7 +139,7 @@ def _raw_tables(
             for name, table in source.items():
                 with readable(f"table {name} cannot be read", "give a column one type", DataError):
                     if "labels" in table:
-                        uids = [_label_uids(cell) for cell in table["labels"]]
+                        uids = [_label_uids(cell, name) for cell in table["labels"]]
                         table = table.assign(labels=uids)
                     table.to_parquet(folder / f"{name}.parquet", index=False)
         else:
@@ -176,10 +176,18 @@ def _names_of_tables(folder: Path, source: str) -> Iterator[None]:
         raise DataError(message.replace(str(folder), source)) from error
 
 
-def _label_uids(cell: Any) -> Any:
-    """A list of label uids as texts, because integers in a file are numbers of rows."""
+def _label_uids(cell: Any, table: str) -> Any:
+    """A list of label uids as texts, because integers in a file are numbers of rows.
+
+    Raises:
+        DataError: it is a set, which has no order that `relevance` could follow.
+    """
     import numpy as np  # here, because help and mistakes of the command line do without it
 
+    if isinstance(cell, set | frozenset):
+        raise DataError(
+            f"table {table} has a {type(cell).__name__} of labels, expected a list; use sorted(labels)"
+        )
     if not isinstance(cell, list | tuple | np.ndarray):
         return cell
     return [label if label is None else str(label) for label in cell]

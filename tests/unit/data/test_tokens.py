@@ -113,7 +113,9 @@ def test_a_transformer_folder_keeps_its_special_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("max_len", [1, 2])
 def test_special_tokens_leave_room_for_the_text(tmp_path: Path, max_len: int) -> None:
     bert = str(write_bert(tmp_path, ["the", "fox"]))
-    with pytest.raises(ConfigError, match=f"^max_len is {max_len}, expected more than .* 2 special"):
+    with pytest.raises(
+        ConfigError, match=f"^max_len is {max_len}, expected more than .* 2 special"
+    ):
         from_transformer(bert, max_len)
     with pytest.raises(ConfigError, match=f"^label_max_len is {max_len}, expected more than"):
         from_transformer(bert, 8, label_max_len=max_len)
