@@ -41,9 +41,10 @@ def with_slices(
         )
     slices = []
     for name in names:
-        value_by_query = [own.get(name) for own in attributes]
-        for value in _distinct_values(name, value_by_query):
-            is_member_Q = np.array([own_value == value for own_value in value_by_query])
+        key_by_query = [_key(own.get(name)) for own in attributes]
+        for key in _distinct_keys(name, key_by_query):
+            is_member_Q = np.array([own_key == key for own_key in key_by_query])
+            _, value = key
             row = {
                 "attribute": name,
                 "value": value,
@@ -54,21 +55,31 @@ def with_slices(
     return dataclasses.replace(evaluation, slices=slices)
 
 
-def _distinct_values(name: str, value_by_query: Sequence[Any]) -> list[Any]:
-    """The values of an attribute in order; last None, if some query does not have the attribute.
+def _key(value: Any) -> tuple[bool, Any]:
+    """What tells a value from others: to Python, True and 1 are equal."""
+    return isinstance(value, bool), value
+
+
+# The key of queries that do not have the attribute.
+_ABSENT = _key(None)
+
+
+def _distinct_keys(name: str, key_by_query: Sequence[tuple[bool, Any]]) -> list[tuple[bool, Any]]:
+    """The values of an attribute in order, as `_key` has them; last that of queries without it.
 
     Raises:
         DataError: there are too many.
     """
-    present = set(value_by_query) - {None}
-    distinct: list[Any] = sorted(present, key=str)
+    present = set(key_by_query) - {_ABSENT}
+    # Values of other types may read alike, as 1 and "1" do.
+    distinct = sorted(present, key=lambda key: (str(key[1]), repr(key[1])))
     if len(distinct) > MAX_VALUES:
         raise DataError(
             f"attribute {name!r} has {len(distinct):,} values, expected at most {MAX_VALUES};"
             " put them into groups"
         )
-    if None in value_by_query:
-        distinct.append(None)
+    if _ABSENT in key_by_query:
+        distinct.append(_ABSENT)
     return distinct
 
 

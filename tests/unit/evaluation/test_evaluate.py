@@ -329,6 +329,18 @@ def test_slices_have_the_metrics_of_their_queries_alone() -> None:
     assert whole.slices == []
 
 
+def test_true_and_1_are_slices_of_their_own() -> None:
+    whole = run(2.0)
+    values = [True, 1, 1.0, "1"]
+    attributes = [{"new": values[i % 4]} for i in range(whole.queries)]
+
+    slices = with_slices(whole, attributes, resamples=50).slices
+
+    sizes = [sum(own["new"] is value for own in attributes) for value in values]
+    found = [(type(row["value"]), row["queries"]) for row in slices]
+    assert found == [(str, sizes[3]), (int, sizes[1] + sizes[2]), (bool, sizes[0])]
+
+
 def test_an_attribute_that_is_no_group_is_refused() -> None:
     whole = run(2.0)
     with pytest.raises(DataError, match=r"none of 1.. queries has an attribute"):
