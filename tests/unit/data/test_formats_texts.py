@@ -111,6 +111,22 @@ def test_header_shape_wins_over_the_labels_seen(tmp_path: Path) -> None:
     assert queries == [unnamed_row("0", "f0", (0,))]
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"trn_X_Xf__txt": "1 9\n0:1\n", "trn_X_Y__txt": f"1 {10**18 - 1}\n0:1\n"},
+        {"train__txt": f"1 9 {10**18 - 1}\n0 0:1\n"},
+    ],
+)
+def test_a_header_is_not_believed_that_says_more_labels_than_fit(
+    tmp_path: Path, files: dict[str, str]
+) -> None:
+    write(tmp_path, **files)
+    raw = detect(tmp_path)
+    with pytest.raises(DataError, match=r"txt:1: the header says 999,999.* labels, expected fewer"):
+        next(raw.labels(pytest.fail))
+
+
 def test_bag_of_words_row_may_start_with_a_space(tmp_path: Path) -> None:
     write(
         tmp_path,

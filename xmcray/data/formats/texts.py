@@ -21,6 +21,8 @@ from itertools import repeat, zip_longest
 from pathlib import Path
 
 from xmcray.data.formats.base import (
+    FREE_BYTES,
+    MAX_RATIO,
     BadRow,
     BadValue,
     FileStart,
@@ -190,6 +192,21 @@ def _wrong_header(matrix: Matrix, num_rows: str) -> DataError:
     )
 
 
+def _check_num_labels(matrix: Matrix) -> None:
+    """Raises DataError if a header announces far more labels than its file can have.
+
+    Labels without a file are as many as the header says, and the number may be damaged.
+    """
+    num_labels = matrix.shape[1]
+    num_bytes = matrix.path.stat().st_size
+    # A label takes at least two bytes, which may be packed.
+    if num_labels > max(FREE_BYTES, MAX_RATIO * num_bytes):
+        raise DataError(
+            f"{matrix.path}:1: the header says {num_labels:,} labels, expected fewer in {num_bytes:,}"
+            " bytes; correct it, or copy the file again"
+        )
+
+
 def _tab_rows(path: Path, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
     def query(line: bytes, row: int) -> Row:
         labels, tab, text = line.partition(b"\t")
@@ -279,6 +296,7 @@ class Lines:
         files = find(folder, self.labels_in)
         if not files:
             matrix = self._label_matrix(folder, "train")
+            _check_num_labels(matrix)
             no_texts = TextFile(matrix.path, repeat("", matrix.shape[1]), 1)
             return _label_rows(no_texts, on_bad)
         first_line = next(read_lines(files[0]), b"").split()
