@@ -17,6 +17,7 @@ from xmcray.data.array_files import ArrayFiles
 from xmcray.data.chunks import PackedShard
 from xmcray.data.corpus import Card, frequency_histogram, inverse_permutation
 from xmcray.data.formats import RawFiles
+from xmcray.data.formats.base import folder_name
 from xmcray.data.rejected import Rejected, RejectedRows
 from xmcray.data.text_keys import LEAKS, TextKeys
 from xmcray.data.tokens import LABEL_MAX_LEN, MAX_LEN, MAX_VOCAB, TextTokenizer
@@ -284,7 +285,7 @@ class CorpusWriter:
 
 def short_name(tokenizer: str) -> str:
     """A hub id, or a folder without its path: a corpus does not depend on where it was made."""
-    return Path(tokenizer).name if Path(tokenizer).is_dir() else tokenizer
+    return folder_name(Path(tokenizer)) if Path(tokenizer).is_dir() else tokenizer
 
 
 def sorted_pairs(pairs: Int64Array) -> Int64Array:

@@ -11,7 +11,7 @@ import pytest
 from models import write_bert
 
 from xmcray.data.tokens import TextTokenizer, from_transformer, train_wordpiece
-from xmcray.data.writer import PrepareConfig
+from xmcray.data.writer import PrepareConfig, short_name
 from xmcray.errors import BundleError, ConfigError
 
 TEXTS = ["The quick brown fox", "the QUICK dog!", "brown dogs, brown foxes", ""]
@@ -108,6 +108,16 @@ def test_a_transformer_folder_keeps_its_special_tokens(tmp_path: Path) -> None:
     assert "tokenizer_class" in json.loads(
         (tmp_path / "saved" / "tokenizer_config.json").read_text()
     )
+
+
+def test_a_folder_has_a_name_also_from_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "model")
+    names = [short_name(path) for path in (".", "below/..", "../model/", str(tmp_path / "model"))]
+    assert names == ["model"] * 4
+    assert short_name("acme/model") == "acme/model"
 
 
 @pytest.mark.parametrize("max_len", [1, 2])
