@@ -373,6 +373,15 @@ def test_a_run_whose_path_no_library_can_open_is_refused_at_the_start(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("verb", ["search {}/run/bundle", "prepare {}/raw --out c --name"])
+def test_an_argument_that_is_not_utf_8_is_refused(
+    verb: str, folder: Path, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = shell.error(verb.format(folder), os.fsdecode(b"caf\xe9"))
+    assert message == r"argument 'caf\udce9' is not UTF-8, expected text; write it anew"
+
+
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 @pytest.mark.parametrize(
     ("artifact", "name", "command"),

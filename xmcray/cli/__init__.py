@@ -131,6 +131,7 @@ def _run(arguments: list[str], sigterm: _Sigterm) -> int:
         # argparse would list all verbs; the nearest one says more.
         if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
             raise ConfigError(config.unknown("verb", arguments[0], list(VERBS)))
+        _refuse_bytes(arguments)
         if "search" not in arguments[:1]:  # its arguments are texts, which may look like anything
             credentials.refuse(arguments, "the command line")
         options = parser().parse_args(arguments)
@@ -165,6 +166,17 @@ def _run(arguments: list[str], sigterm: _Sigterm) -> int:
         logging.getLogger("xmcray").exception("a mistake of xmcray itself")
         return 1
     return 0
+
+
+def _refuse_bytes(arguments: Sequence[str]) -> None:
+    """Raises ConfigError if an argument is not UTF-8, which neither Ray nor JSON can hold."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"argument {argument[:80]!a} is not UTF-8, expected text; write it anew"
+            ) from None
 
 
 def _print_last_line(text: str, level: int) -> None:
