@@ -113,11 +113,13 @@ cli.command(["labels"])
 """
 
 
-def printed_by_a_process(redirection: str, **environment: str) -> tuple[int, bytes, bytes]:
+def printed_by_a_process(
+    redirection: str, program: str = PRINTS, **environment: str
+) -> tuple[int, bytes, bytes]:
     """Exit code, stdout and stderr of a process that prints."""
     command = f'"$0" -c "$1" {redirection}'
     done = subprocess.run(
-        ["bash", "-c", command, sys.executable, PRINTS],
+        ["bash", "-c", command, sys.executable, program],
         env={**os.environ, **environment},
         capture_output=True,
     )
@@ -140,3 +142,14 @@ def test_a_full_or_closed_stdout_is_no_traceback() -> None:
     assert err.count(b"\n") == 1
     assert printed_by_a_process(">&-") == (0, b"", b"")
     assert printed_by_a_process("2>&-")[0] == 0
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["--help"], ["prepare", "--help"], ["--version"]])
+def test_help_that_cannot_be_written_is_one_line(arguments: list[str], unbuffered: str) -> None:
+    program = f"from xmcray import cli; cli.command({arguments})"
+    code, _, err = printed_by_a_process("> /dev/full", program, PYTHONUNBUFFERED=unbuffered)
+    assert code == 2
+    assert err.startswith(b"error: the output cannot be written (No space left on device); free")
+    assert err.count(b"\n") == 1
+    assert printed_by_a_process("| head -0", program, PYTHONUNBUFFERED=unbuffered)[2] == b""

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from xmcray import __version__, config, credentials, logs
 from xmcray.cli import (
@@ -65,10 +65,15 @@ class Verb:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a mistake as all other mistakes are: one line, exit code 2."""
+    """Reports mistakes and failures as all others are: one line, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Prints help or the version; argparse's own method drops what cannot be written."""
+        with output_errors():
+            print(message, end="", file=file, flush=True)
 
 
 def command(argv: Sequence[str] | None = None) -> NoReturn:
