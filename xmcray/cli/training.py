@@ -368,6 +368,10 @@ def export(options: argparse.Namespace) -> None:
         to=options.to,
         dim=options.dim,
     )
+    if options.dim is not None:
+        show_line(
+            f"{options.out} has no probabilities until `xmcray calibrate`: its scores are new"
+        )
     if options.to is None:
         show_next(["xmcray", "search", options.out, "TEXT"])
     elif options.to in ENCODER_SYSTEMS:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bundles import DIM, TEXTS, write_bundle_of
+from shell import Shell
 
 from xmcray.api import export
 from xmcray.errors import ConfigError
@@ -48,6 +49,14 @@ def test_answers_are_those_of_the_first_columns(tmp_path: Path, kind: str) -> No
     assert new_vectors(
         cut, load_label_side(tmp_path / "cut" / "label_side"), ["norm matrix"]
     ).shape == (1, 6)
+
+
+def test_the_command_says_that_there_are_no_probabilities(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = write_bundle_of(tmp_path / "whole", "texts")
+    output = Shell(capsys).run(f"export {bundle} --out {tmp_path}/cut --dim 6")
+    assert "cut has no probabilities until `xmcray calibrate`" in output
 
 
 @pytest.mark.parametrize(
