@@ -28,7 +28,8 @@ from xmcray.types import Int64Array, id_blocks
 class AppendedFiles(RawFiles):
     """Reads the rows of unfinished shards of a corpus, then the new raw files.
 
-    Format and path are those of the corpus, whose card keeps them; `splits` are those of the new files.
+    The format is that of the corpus, whose card keeps it; `path` and `splits` are those of the new
+    files.
 
     Attributes:
         new: the new raw files.
@@ -206,7 +207,7 @@ def appended_files(
         _check_titles(corpus, new, titles_only)
     return AppendedFiles(
         format=card.format,
-        path=Path(card.source),
+        path=new.path,
         splits=new.splits,
         new=new,
         corpus=corpus.path,

@@ -304,7 +304,8 @@ def test_a_manifest_says_whether_texts_are_titles_alone(titles_only: bool, tmp_p
     corpus = corpus_of(raw, tmp_path / "corpus")
     alike, other = (titles, contents) if titles_only else (contents, titles)
     label_ids = np.array([0])
-    appended_files(corpus, detect(alike), label_ids, titles_only)
+    source = appended_files(corpus, detect(alike), label_ids, titles_only)
+    assert (source.path, source.name) == (alike, corpus.card.source)
     # The rows of a corpus of an older release may be of either kind.
     appended_files(corpus, detect(other), label_ids, None)
     message = "has titles alone" if titles_only else "has titles with contents"
