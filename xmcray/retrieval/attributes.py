@@ -100,10 +100,10 @@ class LabelAttributes:
         """Writes the file into a bundle's folder, if any label has an attribute.
 
         Returns:
-            The names of the files written.
+            Its name, written or not: the file of an earlier bundle does not hold any more.
         """
         if not self.names:
-            return set()
+            return {FILE}
         plain_columns = {}
         for name, column in self._columns.items():
             is_string = isinstance(column, pa.DictionaryArray)

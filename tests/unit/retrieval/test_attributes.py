@@ -153,7 +153,8 @@ def test_changes_and_conditions_against_a_plain_list(steps: Any, chosen: st.Data
 
 
 def test_a_file_keeps_values_and_types(tmp_path: Path) -> None:
-    assert LabelAttributes(5).save(tmp_path) == set()
+    assert LabelAttributes(5).save(tmp_path) == {FILE}
+    assert not (tmp_path / FILE).exists()
     changed = KNOWN.with_rows(7, {0: {"lang": "fr"}, 5: {"lang": "it", "year": 3}})
     assert changed.save(tmp_path) == {FILE}
     read = LabelAttributes.load(tmp_path / FILE)
@@ -295,6 +296,13 @@ def test_attributes_come_with_labels_and_later(bundle: Path, tmp_path: Path) -> 
         annotate_labels(tmp_path / "c", {"nobody": {}})
     with pytest.raises(ConfigError, match="give it one type"):
         annotate_labels(tmp_path / "c", {"u1": {"lang": 7}})
+
+
+def test_attributes_that_all_labels_lose_stay_lost(bundle: Path, tmp_path: Path) -> None:
+    annotate_labels(bundle, {"u1": {"lang": "de"}}, tmp_path / "b")
+    annotate_labels(tmp_path / "b", {"u1": {}})
+    assert attributes_of(tmp_path / "b").names == ()
+    assert FILE not in open_artifact(tmp_path / "b", "bundle")[1].files
 
 
 def test_a_damaged_file_of_attributes(bundle: Path, tmp_path: Path) -> None:
