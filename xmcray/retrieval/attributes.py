@@ -166,7 +166,7 @@ class LabelAttributes:
         replaced_ids = pa.array([label for label in rows if label < self.num_labels], pa.int64())
         kept_columns = {}
         for name, column in self._columns.items():
-            kept = _without(column, replaced_ids)
+            kept = _column_without(column, replaced_ids)
             # Without any value it has no type either, and the new values choose one.
             if kept.null_count < len(kept):
                 kept_columns[name] = kept
@@ -196,8 +196,13 @@ class LabelAttributes:
             columns[name] = old_and_new.take(places)
         return LabelAttributes(num_labels, columns)
 
+    def without(self, label_ids: Int64Array) -> LabelAttributes:
+        """A copy in which some labels have no attributes."""
+        empty_rows: dict[int, dict[str, Scalar]] = {label_id: {} for label_id in label_ids.tolist()}
+        return self.with_rows(self.num_labels, empty_rows)
 
-def _without(column: pa.Array, label_ids: pa.Array) -> pa.Array:
+
+def _column_without(column: pa.Array, label_ids: pa.Array) -> pa.Array:
     """A column in which some labels lack the attribute."""
     values = column.take(label_ids)
     # Mostly they lack it already, and the column need not be copied.

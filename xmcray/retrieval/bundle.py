@@ -256,9 +256,13 @@ def names_each_once(row_labels: Int64Array, num_labels: int) -> bool:
     return num_used == num_labels and bool(is_named.all())
 
 
-def read_attributes(folder: Path, settings: Settings) -> LabelAttributes:
+def read_attributes(folder: Path, settings: Settings, removed: Int64Array) -> LabelAttributes:
     """The attributes of all labels of a verified bundle; none if it has no file of them.
 
+    Args:
+        folder: of the bundle.
+        settings: its settings.
+        removed: source ids of labels removed since the export, which have no attributes any more.
     Raises:
         BundleError: they are malformed or of another number of labels.
     """
@@ -271,4 +275,4 @@ def read_attributes(folder: Path, settings: Settings) -> LabelAttributes:
         raise BundleError(
             f"{path} has {attributes.num_labels} rows, expected {settings.num_labels}; annotate again"
         )
-    return attributes
+    return attributes.without(removed)

@@ -374,7 +374,8 @@ class OpenBundle:
 
     def attributes(self) -> LabelAttributes:
         """The attributes of all labels."""
-        return read_attributes(self.folder, self.retriever.settings)
+        removed = self.retriever.labels.removed
+        return read_attributes(self.folder, self.retriever.settings, removed)
 
     def publish(
         self, change: dict[str, Any], after: Retriever, attributes: LabelAttributes | None = None

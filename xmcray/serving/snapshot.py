@@ -126,7 +126,7 @@ class Snapshot:
             retriever = retriever.reranked_by(rerank, reads=subset == ALL_SHARDS)
         folder, manifest = open_artifact(bundle, KIND, contents=False)
         place = place_in(manifest.about, model)
-        attributes = read_attributes(folder, retriever.settings)
+        attributes = read_attributes(folder, retriever.settings, retriever.labels.removed)
         label_sides = load_label_sides(folder, retriever.settings)
         # Last: parts of two versions would fit each other and give wrong answers.
         latest = read_manifest(folder, KIND)
@@ -368,23 +368,26 @@ class _LabelChanges:
         uid = operation.uid
         text = operation.text or ""
         old_id = self.ids[uid] if uid in self.ids else self._old_ids.get(uid)
+        attributes = operation.attributes
         deletes = operation.op == "delete"
         # A text that stays keeps the label's id and vector.
         if old_id is not None:
             if not deletes and operation.text in (None, self._text(old_id)):
-                if operation.attributes is not None:
-                    self.attributes[old_id] = operation.attributes
+                if attributes is not None:
+                    self.attributes[old_id] = attributes
                 return
             self.leaving.append(old_id)
+            if attributes is None and not deletes:
+                attributes = self._attributes(old_id)
+            # A label that left decides no longer of what type an attribute is.
+            self.attributes[old_id] = {}
         # Recorded even for a label without tokens: it hides the exported label of this uid.
         self.ids[uid] = None
         if deletes or not self._snapshot.retriever.has_tokens(text):
             return
         new_id = self._first_new_id + len(self.joining)
         self.ids[uid] = new_id
-        self.attributes[new_id] = operation.attributes or {}
-        if operation.attributes is None and old_id is not None:
-            self.attributes[new_id] = self._attributes(old_id)
+        self.attributes[new_id] = attributes or {}
         self.joining.append(NewLabel(uid, text))
 
     def _text(self, label_id: int) -> str:

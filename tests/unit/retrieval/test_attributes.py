@@ -16,6 +16,7 @@ import pytest
 from bundles import TEXTS, write_bundle_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operations import delete, update
 from shell import Shell
 
 from xmcray.errors import BundleError, ConfigError, DataError
@@ -23,6 +24,8 @@ from xmcray.retrieval.attributes import FILE, LabelAttributes, attribute_set
 from xmcray.retrieval.bundle import read_attributes, read_settings
 from xmcray.retrieval.labels import NewLabel, add_labels, annotate_labels, remove_labels
 from xmcray.retrieval.retriever import Retriever
+from xmcray.serving.schema import Operation
+from xmcray.serving.snapshot import Snapshot
 from xmcray.storage.artifact import open_artifact
 
 
@@ -255,7 +258,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def attributes_of(path: Path) -> LabelAttributes:
-    return read_attributes(path, read_settings(path))
+    return read_attributes(path, read_settings(path), Retriever.load(path).labels.removed)
 
 
 def test_attributes_come_with_labels_and_later(bundle: Path, tmp_path: Path) -> None:
@@ -282,7 +285,9 @@ def test_attributes_come_with_labels_and_later(bundle: Path, tmp_path: Path) -> 
     add_labels(tmp_path / "c", [NewLabel("late", TEXTS[3])])
     last = attributes_of(tmp_path / "c")
     assert last.num_labels == len(TEXTS) + 4
-    assert np.flatnonzero(last.mask({"lang": ["fr", "it"]})).tolist() == [ids["u3"], ids["n1"]]
+    assert np.flatnonzero(last.mask({"lang": ["fr", "it"]})).tolist() == [ids["n1"]]
+    # No label that is left has a price, so that it may be of another type.
+    annotate_labels(tmp_path / "c", {"n1": {"lang": "it", "price": "high"}})
     manifest = open_artifact(tmp_path / "c", "bundle")[1]
     assert FILE in manifest.files
     assert [change.get("annotated") for change in manifest.about["changes"]] == [
@@ -291,11 +296,27 @@ def test_attributes_come_with_labels_and_later(bundle: Path, tmp_path: Path) -> 
         3,
         None,
         None,
+        1,
     ]
     with pytest.raises(DataError, match="label 'nobody' is not in"):
         annotate_labels(tmp_path / "c", {"nobody": {}})
     with pytest.raises(ConfigError, match="give it one type"):
         annotate_labels(tmp_path / "c", {"u1": {"lang": 7}})
+
+
+def test_a_label_that_left_a_server_does_not_decide_the_type(bundle: Path) -> None:
+    snapshot = Snapshot.load(str(bundle), "m", 1)
+    priced = {"price": "high"}
+    snapshot = snapshot.after([Operation(op="update", uid="u1", attributes=priced)])
+    assert snapshot.attributes.names == ("price",)
+    snapshot = snapshot.after([delete("u1")])
+    assert snapshot.attributes.names == ()
+    snapshot = snapshot.after([Operation(op="update", uid="u2", attributes={"price": 1.5})])
+    # Another text makes another label of the same attributes.
+    snapshot = snapshot.after([update("u2", TEXTS[0])])
+    label_id = snapshot.label_id("u2")
+    assert label_id == len(TEXTS)
+    assert np.flatnonzero(snapshot.attributes.mask({"price": 1.5})).tolist() == [label_id]
 
 
 def test_attributes_that_all_labels_lose_stay_lost(bundle: Path, tmp_path: Path) -> None:
