@@ -267,7 +267,10 @@ def _first_word(path: Path, name: str) -> str:
     try:
         words = path.read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} {path} cannot be read ({type(error).__name__})") from None
+        raise ConfigError(
+            f"{name} {path} cannot be read ({type(error).__name__}); name the file of a token of the"
+            " server"
+        ) from None
     return words[0] if words else ""
 
 

@@ -6,6 +6,8 @@ brings its own token, which is sent on, so access to the port alone gives no rig
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +18,8 @@ from pydantic import BaseModel, Field
 
 from xmcray import __version__
 from xmcray.client import AsyncClient, SearchOptions, server_address
-from xmcray.errors import ConfigError, XmcrayError, readable
+from xmcray.client.call import Token
+from xmcray.errors import ResourceError, XmcrayError
 from xmcray.serving.schema import MAX_K
 
 HOST = "127.0.0.1"
@@ -68,10 +71,11 @@ def tool_server(
         text: str, context: Context, k: Annotated[int, Field(ge=1, le=MAX_K)] = 10
     ) -> Hits:
         token = None if token_file else _bearer(context)
-        client = AsyncClient(url, token, token_file=token_file, transport=transport)
         options: SearchOptions = {} if model is None else {"model": model}
         try:
-            async with client:
+            async with AsyncClient(
+                url, token, token_file=token_file, transport=transport
+            ) as client:
                 response = await client.search([text], k=k, **options)
         except XmcrayError as error:
             # The text of other errors is kept from the caller.
@@ -102,13 +106,28 @@ def run(url: str, token_file: str | None, model: str | None, port: int | None) -
         token_file: see `tool_server`.
         model: see `tool_server`.
         port: of HTTP on this machine; stdin and stdout if None.
+    Raises:
+        ConfigError: `url` is no URL of a server, or the file has no token.
+        ResourceError: the port is taken.
     """
     server = tool_server(url, token_file, model)
     if token_file is not None:
-        failure = f"--token-file {token_file} cannot be read"
-        with readable(failure, "name the file of a token of the server", ConfigError):
-            Path(token_file).read_bytes()
+        # Each search reads it again; a wrong file is refused now.
+        Token.of_file(Path(token_file), "--token-file")
     if port is None:
         server.run("stdio")
     else:
+        _check_port(port)
         server.run("streamable-http", host=HOST, port=port, **HTTP)
+
+
+def _check_port(port: int) -> None:
+    # If it were taken, the server would log that and end the process itself.
+    try:
+        socket.create_server((HOST, port)).close()
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ResourceError(
+            f"{HOST}:{port} cannot be listened on ({reason}), expected a free port; choose another"
+            " --port"
+        ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,30 @@ def test_a_missing_token_file_is_refused_at_the_start(
 ) -> None:
     mistake = Shell(capsys).error(f"mcp http://127.0.0.1:9 --token-file {tmp_path}/token")
     assert mistake.startswith(f"--token-file {tmp_path}/token cannot be read")
+
+
+def test_an_empty_token_file_is_refused_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").touch()
+    mistake = Shell(capsys).error(f"mcp http://127.0.0.1:9 --token-file {tmp_path}/token")
+    assert mistake.startswith(f"the first line of {tmp_path}/token is empty")
+
+
+async def test_a_token_file_that_is_emptied_later_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "token").touch()
+    server = tool_server("http://127.0.0.1:1", str(tmp_path / "token"), None)
+    async with mcp.Client(server) as client:
+        result = await client.call_tool("search", {"text": TEXT})
+    assert result.is_error
+    assert "expected a token" in result.content[0].text
+
+
+def test_a_port_that_is_taken_is_refused_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        mistake = Shell(capsys).error(f"mcp http://127.0.0.1:9 --port {port}")
+    assert mistake.startswith(f"127.0.0.1:{port} cannot be listened on (Address already in use)")
 
 
 async def test_over_http_the_token_of_each_request_counts(
