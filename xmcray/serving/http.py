@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import BaseModel
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -59,6 +60,15 @@ SECURITY = {
 }
 # Chromium shows its password dialog only if the second realm is there.
 CHALLENGE = 'Basic realm="xmcray", Bearer realm="xmcray"'
+
+
+class _UidConvertor(PathConvertor):
+    """A uid in a path; the pattern of Starlette's own `path` ends at a line break."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("uid", _UidConvertor())
 
 
 class Gateway(Protocol):
@@ -162,7 +172,7 @@ def _add_search_routes(app: FastAPI, gateway: Gateway) -> None:
         """What a user did with an answer; durable when this is answered."""
         return _answer(await service.feedback(body))
 
-    @app.get("/v1/labels/{uid:path}", response_model=schema.LabelResponse, tags=["search"])
+    @app.get("/v1/labels/{uid:uid}", response_model=schema.LabelResponse, tags=["search"])
     async def label(uid: str, model: str | None = None) -> Response:
         """One label: text, attributes."""
         return _answer(service.label(uid, model))

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -193,7 +194,7 @@ async def test_every_route_wants_its_token(
         missing = ("/nowhere", "/v1/feedback")  # this server collects no events
         routes = {route.path for route in one.app.routes if hasattr(route, "methods")}
         asked = {path for path, _ in [*reading, *admin]} | {"/healthz"}
-        assert {r.replace("{uid:path}", "u1").replace("{name}", "app.js") for r in routes} <= asked
+        assert {r.replace("{uid:uid}", "u1").replace("{name}", "app.js") for r in routes} <= asked
         basic = base64.b64encode(f"me:{TOKEN}".encode()).decode()
         for path, body in [*reading, *admin]:
             for header in (None, "Bearer wrong", "Bearer ", TOKEN, "Basic !", f"Bearer {TOKEN}x"):
@@ -591,6 +592,17 @@ async def test_labels_change_while_they_are_served(
     async with served(tmp_path, names) as one:
         assert (await one.search(["trace trace"], k=1))["version"] == again["version"]
         assert (await one.ask("/v1/labels/late")).status_code == 200
+
+
+@pytest.mark.parametrize("uid", ["a\nb", "a\n", "a/b", "\r\u2028"])
+async def test_a_label_is_found_whatever_its_uid_is_made_of(
+    uid: str, bundles: dict[str, Path], tmp_path: Path
+) -> None:
+    async with served(tmp_path, {"m": bundles["texts"]}) as one:
+        changed = await one.change({"op": "add", "uid": uid, "text": "sort sort join"})
+        await one.reached(changed.json()["label_log"])
+        answer = await one.ask(f"/v1/labels/{quote(uid, safe='')}")
+        assert answer.json()["uid"] == uid
 
 
 async def test_swaps_that_are_refused(
