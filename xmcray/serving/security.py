@@ -178,7 +178,9 @@ def _token_in(authorization: str, basic: bool) -> str:
 
 def _parse(line: str) -> _Token:
     """The token of a line; ConfigError, which never shows the token, if it is none."""
-    token, _, rest = line.strip().partition(" ")
+    # After the token may stand spaces or tabs.
+    token, *others = line.split(maxsplit=1)
+    rest = "".join(others).strip()
     if len(token) < MIN_LENGTH:
         raise ConfigError(f"a token of {len(token)} characters, expected at least {MIN_LENGTH}")
     if not rest:

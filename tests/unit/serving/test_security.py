@@ -41,6 +41,7 @@ def test_rotation_with_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert now_with(f"{NEW}\n{OLD}\n") == [True, True]
     assert now_with(f"{NEW}\n{OLD} until {soon.isoformat()}\n") == [True, True]
     assert now_with(f"{NEW}\n{OLD} until {past.isoformat()}\n") == [True, False]
+    assert now_with(f"{NEW}\n{OLD}\tuntil\t{soon.isoformat()} \n") == [True, True]
     assert now_with(f"{NEW}\n") == [True, False]
 
 
