@@ -395,9 +395,7 @@ def _path(scope: Scope) -> str:
 
 
 def _answer(body: BaseModel) -> Response:
-    headers = {}
-    if isinstance(body, schema.Pinned):
-        headers = {"X-Xmcray-Version": body.version, "X-Xmcray-Label-Log": str(body.label_log)}
+    headers = body.headers if isinstance(body, schema.Pinned) else {}
     text = body.model_dump_json(exclude_none=True)
     return Response(text, media_type="application/json", headers=headers)
 

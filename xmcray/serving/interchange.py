@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from xmcray.serving.problems import ProblemError
@@ -131,15 +131,15 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     service = gateway.service
 
     @app.post(EMBEDDINGS, response_model_exclude_none=True, tags=["interchange"])
-    async def embeddings(body: EmbeddingsRequest) -> EmbeddingsResponse:
+    async def embeddings(body: EmbeddingsRequest, response: Response) -> EmbeddingsResponse:
         """The vectors of /v1/encode, in OpenAI's shape."""
         texts = [body.input] if isinstance(body.input, str) else body.input
-        model, vectors, num_tokens = await service.vectors(texts, body.model)
+        pinned, vectors, num_tokens = await service.vectors(texts, body.model)
         width = vectors.shape[1]
         if body.dimensions not in (None, width):
             raise ProblemError(
                 "invalid",
-                f"dimensions is {body.dimensions}, expected {width}, the width of model {model!r};"
+                f"dimensions is {body.dimensions}, expected {width}, the width of model {pinned.model!r};"
                 " `xmcray export --dim` writes a narrower bundle",
             )
         data = []
@@ -147,17 +147,21 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
             value = _base64(vector) if body.encoding_format == "base64" else vector.tolist()
             data.append(Embedding(index=index, embedding=value))
         usage = Usage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-        return EmbeddingsResponse(data=data, model=model, usage=usage)
+        response.headers.update(pinned.headers)
+        return EmbeddingsResponse(data=data, model=pinned.model, usage=usage)
 
     @app.post(RERANK, response_model_exclude_none=True, tags=["interchange"])
-    async def rerank(body: RerankRequest, request: Request) -> RerankResponse | list[RankedText]:
+    async def rerank(
+        body: RerankRequest, request: Request, response: Response
+    ) -> RerankResponse | list[RankedText]:
         """Texts by their score as if they were labels that joined now."""
         if (body.documents is None) == (body.texts is None):
             raise ProblemError("invalid", "expected either `documents` or `texts`")
         texts = body.texts or []
         for document in body.documents or ():
             texts.append(document if isinstance(document, str) else document.text)
-        model, scores = await service.score_documents(body.query, texts, body.model)
+        pinned, scores = await service.score_documents(body.query, texts, body.model)
+        response.headers.update(pinned.headers)
         best = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
         if body.texts is not None:
             return _ranked_texts(texts, scores, best, body.return_text)
@@ -167,7 +171,7 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
             if body.return_documents:
                 ranked.document = Document(text=texts[index])
             results.append(ranked)
-        return RerankResponse(id=request.state.id, model=model, results=results)
+        return RerankResponse(id=request.state.id, model=pinned.model, results=results)
 
 
 def _ranked_texts(

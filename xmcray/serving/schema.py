@@ -188,6 +188,11 @@ class Pinned(BaseModel):
     version: str
     label_log: int
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the HTTP answer that say the same."""
+        return {"X-Xmcray-Version": self.version, "X-Xmcray-Label-Log": str(self.label_log)}
+
 
 class SearchResponse(Pinned):
     """One result per text, in the order of the request."""

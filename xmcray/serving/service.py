@@ -194,8 +194,10 @@ class Service:
             vectors=encoded.query_BD.tolist(),
         )
 
-    async def vectors(self, texts: list[str], name: str | None) -> tuple[str, Float32Array, int]:
-        """As `encode`: the model's name, float32 [texts, D], and the number of tokens.
+    async def vectors(
+        self, texts: list[str], name: str | None
+    ) -> tuple[schema.Pinned, Float32Array, int]:
+        """As `encode`: which model answered, float32 [texts, D], and the number of tokens.
 
         Args:
             texts: texts of queries.
@@ -207,12 +209,12 @@ class Service:
         async with self._admitted(None) as deadline:
             encoded = await self._encode(deadline, snapshot, texts)
             num_tokens = await self._run(deadline, snapshot.num_tokens, texts)
-        return snapshot.model, encoded.query_BD, num_tokens
+        return schema.Pinned(**_pinned(snapshot)), encoded.query_BD, num_tokens
 
     async def score_documents(
         self, query: str, documents: list[str], name: str | None
-    ) -> tuple[str, Float32Array]:
-        """The model's name and float32 [documents], scores of texts as if they were labels.
+    ) -> tuple[schema.Pinned, Float32Array]:
+        """Which model answered, and float32 [documents], scores of texts as if they were labels.
 
         Raises:
             ProblemError: as `search`; or a document has no token.
@@ -228,7 +230,7 @@ class Service:
         except DataError as error:
             raise ProblemError("invalid", str(error)) from None
         check_truncated([truncated], self.config, "the query")
-        return snapshot.model, scores
+        return schema.Pinned(**_pinned(snapshot)), scores
 
     async def _encode(self, deadline: float, snapshot: Snapshot, texts: list[str]) -> EncodedTexts:
         check_number(texts, self.config)

@@ -71,6 +71,20 @@ async def test_texts_are_ranked_as_if_they_were_labels(tmp_path: Path, kind: str
         np.testing.assert_allclose([entry["score"] for entry in answers], wanted, atol=1e-6)
 
 
+async def test_answers_name_the_version_as_those_of_a_search_do(tmp_path: Path) -> None:
+    bundle = write_bundle_of(tmp_path / "texts", "texts")
+    names = ("x-xmcray-version", "x-xmcray-label-log")
+    async with served(tmp_path, {"m": bundle}) as one:
+        searched = await one.ask("/v1/search", {"texts": TEXTS})
+        for path, body in (
+            (EMBEDDINGS, {"input": TEXTS}),
+            (RERANK, {"query": TEXTS[0], "texts": DOCUMENTS}),
+            (RERANK, {"query": TEXTS[0], "documents": DOCUMENTS}),
+        ):
+            answer = await one.ask(path, body)
+            assert all(answer.headers[name] == searched.headers[name] for name in names)
+
+
 async def test_what_cannot_be_ranked_is_refused(tmp_path: Path) -> None:
     bundle = write_bundle_of(tmp_path / "texts", "texts")
 
