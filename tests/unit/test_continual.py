@@ -142,6 +142,8 @@ def test_a_cycle_goes_on_where_it_stopped_and_promotes_or_keeps(
     def append(corpus: Corpus, _: Any, source: Any, out: str, **options: Any) -> Corpus:
         return appended(corpus, source.path, Path(out))
 
+    # The reports name absolute paths all the same.
+    monkeypatch.chdir(tmp_path)
     # Without Ray.
     monkeypatch.setattr(pipeline, "append", append)
     corpus = Corpus.open(folder / "first")
@@ -164,7 +166,7 @@ def test_a_cycle_goes_on_where_it_stopped_and_promotes_or_keeps(
         promote = ["--margin", str(margin)]
         config = tmp_path / "cycle.yaml"
         config.write_text(json.dumps({**settings, "train": train, "promote": promote}))
-        code = run_command(f"continual --once --config {config} --out {cycles}")
+        code = run_command(f"continual --once --config {config} --out cycles")
         printed = capsys.readouterr()
         return code, (printed.err if code else printed.out).splitlines()[-1]
 

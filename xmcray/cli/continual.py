@@ -102,7 +102,8 @@ def continual_options(verb: argparse.ArgumentParser) -> None:
 def continual(options: argparse.Namespace) -> None:
     """Runs cycles on a schedule, or a single one."""
     settings = config.build(ContinualConfig, merged_settings(options))
-    out = Path(options.out)
+    # Reports name corpora and runs below it, and the next command may run in another folder.
+    out = Path(options.out).absolute()
     while True:
         begin = time.monotonic()
         try:
