@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xmcray.errors import DataError
-from xmcray.serving.event_files import read_lines
+from xmcray.errors import DataError, StorageError
+from xmcray.serving.event_files import event_files, read_lines
 from xmcray.serving.events import keyed_hash, redaction_key
 from xmcray.serving.label_log import removed_labels
 from xmcray.serving.schema import EventName
@@ -126,7 +126,7 @@ def export_events(
         texts: texts that redacted searches may have had.
     Raises:
         NoFeedbackError: there is no feedback after that event.
-        StorageError: the log is missing or damaged, or the folder exists.
+        StorageError: the log is missing or damaged, ends before that event, or the folder exists.
     """
     refuse_existing(out)
     folder = Path(state_dir) / folder_name(model)
@@ -196,7 +196,7 @@ class _Reading:
     ) -> None:
         self.queries: dict[tuple[int, int], GradedQuery] = {}
         self.label_texts: dict[str, str] = {}
-        self.last = after
+        self.last = 0
         self._folder = folder / EVENTS
         self._model = model
         self._after = after
@@ -269,10 +269,18 @@ class _Reading:
 
     def _requests_with_feedback(self) -> set[str]:
         requests = set()
+        # All events may be too old to be kept; then the newest file says what number comes next.
+        self.last = max((file.begin for file in event_files(self._folder)), default=0)
         for _, number, event in self._events():
             self.last = number
             if event["kind"] == "feedback" and number > self._after:
                 requests.add(str(event["request"]))
+        if self.last < self._after:
+            raise StorageError(
+                f"{self._folder} ends with event {self.last}, expected {self._after} or a later one:"
+                " it was begun anew, or is an old copy; restore it, or export all of it (--after 0;"
+                " for `continual`, another --out)"
+            )
         return requests
 
     def _hashed_texts(self) -> dict[str, str]:

@@ -135,6 +135,9 @@ async def test_feedback_becomes_graded_queries(
     assert export(tmp_path, tmp_path / "no", "--after", str(last)) == 2
     error = capsys.readouterr().err
     assert "has no label that users liked after event 6" in error
+    assert export(tmp_path, tmp_path / "no", "--after", str(last + 1)) == 2
+    error = capsys.readouterr().err
+    assert "ends with event 6, expected 7 or a later one: it was begun anew" in error
     assert not (tmp_path / "no").exists()
 
 
