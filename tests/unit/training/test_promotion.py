@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from xmcray.client import Client
 from xmcray.data.corpus import Corpus
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.outcome import measure_bundle
-from xmcray.training.promotion import measure_newest
+from xmcray.training.promotion import NotPromotedError, measure_newest
 
 DRAWS = 20
 SMALL = [
@@ -35,6 +36,20 @@ def test_a_bundle_that_is_a_point_worse_is_refused() -> None:
 def test_an_equal_bundle_is_accepted() -> None:
     verdicts = [simulated_verdict(seed, 0.0) for seed in range(DRAWS)]
     assert sum(verdict.accepted for verdict in verdicts) >= 18
+
+
+def test_too_few_queries_are_refused_although_they_are_answered_alike() -> None:
+    alike = simulated_verdict(0, 0.0, share=0.0)
+    assert alike.accepted
+    few = dataclasses.replace(alike, num_queries=408)
+    with pytest.raises(
+        NotPromotedError, match=r"expected .* of at least 409 queries; test with more"
+    ):
+        few.check()
+    # A bundle that loses all answers to 0.9 % of the queries goes unnoticed by all of so many.
+    assert (1 - few.margin) ** 409 < 0.025 < (1 - few.margin) ** 408
+    # With a wider margin fewer are enough.
+    dataclasses.replace(few, margin=0.01).check()
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +87,8 @@ def test_a_server_answers_from_the_new_bundle_and_goes_back(
     with listening(tmp_path, {"m": old}, **roots) as url:
         state = tmp_path / "state"
         tokens = f"--token-file {state}/token --admin-token-file {state}/admin-token"
-        data = f"--data {corpus.path}"
+        # It has 30 test queries, which are too few for the usual margin.
+        data = f"--data {corpus.path} --margin 12"
 
         def promote(arguments: str) -> int:
             return run_command(f"promote {arguments} --url {url} {tokens}")
