@@ -17,7 +17,7 @@ from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bund
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.labels import annotate_labels
 from xmcray.retrieval.shards import ShardBuild
-from xmcray.serving.schema import Filter, Range, SearchRequest
+from xmcray.serving.schema import Filter, OperationsRequest, Range, Schema, SearchRequest
 from xmcray.serving.snapshot import Snapshot
 
 LABELS = 12_000
@@ -100,8 +100,28 @@ def test_a_bound_of_more_digits_than_a_float_holds_is_exact() -> None:
     assert attributes.mask(wanted.attributes).tolist() == [False, True]
 
 
-def test_a_long_list_of_wrong_fields_is_one_error() -> None:
-    body = json.dumps({"texts": ["a"], "fields": [0] * 500_000})
+def adding(num_attributes: int) -> dict[str, object]:
+    """An operation with attributes of wrong types."""
+    attributes = {f"a{number}": [] for number in range(num_attributes)}
+    return {"op": "add", "uid": "u", "text": "x", "attributes": attributes}
+
+
+@pytest.mark.parametrize(
+    ("schema", "body"),
+    [
+        (SearchRequest, {"texts": ["a"], "fields": [0] * 500_000}),
+        (
+            SearchRequest,
+            {"texts": ["a"], "filter": {"attributes": dict.fromkeys(map(str, range(9)))}},
+        ),
+        (SearchRequest, {"texts": ["a"], "vectors": [["x"] * 60_000]}),
+        (OperationsRequest, {"operations": [adding(80_000)]}),
+        (OperationsRequest, {"operations": [adding(33)] * 1000}),
+        (OperationsRequest, {"operations": [{"op": "add"}] * 1000}),
+    ],
+    ids=["fields", "filter", "vector", "attributes", "many operations", "operations"],
+)
+def test_a_long_list_of_mistakes_is_one_error(schema: type[Schema], body: object) -> None:
     with pytest.raises(ValidationError) as caught:
-        SearchRequest.model_validate_json(body)
+        schema.model_validate_json(json.dumps(body))
     assert caught.value.error_count() == 1
