@@ -160,10 +160,10 @@ def _swap(
     token_file: Location | None,
     admin_token_file: Location | None,
 ) -> str:
-    """Lets the server answer from `after`, if it answers from `before` now.
+    """Lets the server answer from `after`, if it answers from `before` now or from a compaction of it.
 
     Returns:
-        The SHA-256 of `after`.
+        The SHA-256 of `after`, or of the compaction of it that is served already.
     """
     from xmcray.client import Client
     from xmcray.retrieval.bundle import KIND
@@ -178,18 +178,16 @@ def _swap(
         models = [info for info in client.models() if model in (None, info.model)]
         if not models:
             raise ConfigError(f"{url} has no model {model!r}; name one of its own")
-        served = models[0].version
-        if served not in (manifest.sha256, wanted.sha256):
+        served = models[0]
+        # A compaction differs by operations that the server applies to the next bundle, too.
+        versions = {served.version, served.compacted_from}
+        if wanted.sha256 in versions:
+            return served.version
+        if manifest.sha256 not in versions:
             raise BundleError(
-                f"{url} answers from another bundle ({served[:12]}), expected {before}"
+                f"{url} answers from another bundle ({served.version[:12]}), expected {before}"
                 f" ({manifest.sha256[:12]}); name the one in use as OLD"
             )
-        if served != wanted.sha256:
-            # The test has compared the answers; the server's own probe would refuse new labels.
-            client.swap(
-                after_path,
-                model=models[0].model,
-                version=wanted.sha256,
-                recall_floor=0.0,
-            )
+        # The test has compared the answers; the server's own probe would refuse new labels.
+        client.swap(after_path, model=served.model, version=wanted.sha256, recall_floor=0.0)
     return wanted.sha256

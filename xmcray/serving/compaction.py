@@ -6,7 +6,7 @@ from xmcray.errors import StorageError
 from xmcray.retrieval.bundle import KIND, new_bundle
 from xmcray.retrieval.labels import write_changes
 from xmcray.retrieval.retriever import Retriever
-from xmcray.serving.log_place import record_of
+from xmcray.serving.log_place import record_of, record_origin
 from xmcray.serving.snapshot import Snapshot
 from xmcray.storage.artifact import link_files, open_artifact
 from xmcray.storage.manifest import FileEntry, read_manifest
@@ -38,6 +38,7 @@ def write_compacted(snapshot: Snapshot, out: str, threads: int) -> str:
         "changes": [*manifest.about.get("changes", []), change],
         "label_log": record_of(snapshot.model, snapshot.place),
     }
+    record_origin(about, snapshot.compacted_from or manifest.sha256)
     # Filled in the block: entries of files that are already verified are not hashed again.
     entries: dict[str, FileEntry] = {}
     with new_bundle(out, about, entries) as target:

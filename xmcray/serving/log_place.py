@@ -7,6 +7,8 @@ place also names the log and the commit that ends there.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,3 +70,35 @@ def record_of(model: str, place: LogPlace) -> dict[str, Any]:
     if place.log:
         record["log"] = place.log
     return record
+
+
+def compacted_from(about: Mapping[str, Any], model: str) -> str | None:
+    """SHA-256 of the bundle from which a compacted one differs by operations of its log alone.
+
+    Args:
+        about: `about` of the compacted bundle's manifest.
+        model: name of the model whose log is meant.
+    Returns:
+        None if the bundle was not compacted, or changed or exported again since.
+    """
+    record = about.get("label_log") or {}
+    if record.get("model") != model or record.get("about") != _hash_of(about):
+        return None
+    origin: str | None = record.get("from")
+    return origin
+
+
+def record_origin(about: dict[str, Any], origin: str) -> None:
+    """Adds to `about["label_log"]` what `compacted_from` reads.
+
+    Args:
+        about: all that the manifest will say.
+        origin: SHA-256 of the bundle that was compacted, or of the one that that was compacted from.
+    """
+    about["label_log"] |= {"from": origin, "about": _hash_of(about)}
+
+
+def _hash_of(about: Mapping[str, Any]) -> str:
+    """A hash of all but the record itself. Bundles that are made of this one copy the record."""
+    rest = {key: value for key, value in about.items() if key != "label_log"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

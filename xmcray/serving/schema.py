@@ -248,6 +248,7 @@ class LabelResponse(Pinned):
 class Model(Pinned):
     """One served bundle; `calibrated` if its answers have probabilities, `feedback` if events are collected.
 
+    `compacted_from` is the version from which it differs by operations of this server's label log alone.
     `side_width` is the number of values of a side vector that a query may have; 0 if it can have none.
     """
 
@@ -260,6 +261,7 @@ class Model(Pinned):
     calibrated: bool = False
     feedback: bool = False
     side_width: int = 0
+    compacted_from: str | None = None
 
 
 class ModelsResponse(BaseModel):

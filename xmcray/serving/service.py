@@ -281,6 +281,7 @@ class Service:
                 calibrated=snapshot.retriever.calibration is not None,
                 feedback=self._events is not None,
                 side_width=snapshot.retriever.side_width,
+                compacted_from=snapshot.compacted_from,
             )
             models.append(model)
         return schema.ModelsResponse(models=models)

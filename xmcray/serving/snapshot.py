@@ -27,7 +27,7 @@ from xmcray.retrieval.shards import ALL_SHARDS, NO_SHARDS, ShardSubset
 from xmcray.retrieval.uid_index import UidIndex
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.serving import schema
-from xmcray.serving.log_place import Commit, LogPlace, place_in
+from xmcray.serving.log_place import Commit, LogPlace, compacted_from, place_in
 from xmcray.storage.artifact import open_artifact
 from xmcray.storage.manifest import read_manifest
 from xmcray.types import BoolArray, Float32Array
@@ -82,6 +82,8 @@ class Snapshot:
         place: place in the label log behind the operations that are applied.
         changed_ids: ids of the labels that were changed since the export, by uid; None if deleted.
         exported: looks up the exported labels by uid; built by the first look-up.
+        compacted_from: SHA-256 of the bundle from which this one differs by operations of the served
+            log alone; None if it was not compacted.
     """
 
     model: str
@@ -92,6 +94,7 @@ class Snapshot:
     place: LogPlace
     changed_ids: Mapping[str, int | None] = field(default_factory=dict)
     exported: UidIndex | None = None
+    compacted_from: str | None = None
     _views: dict[str, Retriever] = field(default_factory=dict, init=False)
 
     @classmethod
@@ -135,7 +138,15 @@ class Snapshot:
                 f"{bundle} has changed while it was loaded, expected version"
                 f" {retriever.sha256[:12]}; load it again"
             )
-        return cls(model, retriever, attributes, label_sides, folder, place)
+        return cls(
+            model,
+            retriever,
+            attributes,
+            label_sides,
+            folder,
+            place,
+            compacted_from=compacted_from(manifest.about, model),
+        )
 
     @property
     def version(self) -> str:
@@ -158,7 +169,9 @@ class Snapshot:
         Args:
             place: `LabelLog.resume_place`, or `LabelLog.place` of the last operation.
         """
-        return replace(self, place=place)
+        # From another place on, all operations are applied: the bundle has those of another log.
+        origin = self.compacted_from if place.number == self.number else None
+        return replace(self, place=place, compacted_from=origin)
 
     def after(self, operations: Sequence[schema.Operation]) -> Snapshot:
         """The snapshot with further operations applied.

@@ -9,7 +9,14 @@ import pytest
 from operations import add, delete, update
 
 from xmcray.errors import DataError
-from xmcray.serving.log_place import BEGINNING, LogPlace, place_in, record_of
+from xmcray.serving.log_place import (
+    BEGINNING,
+    LogPlace,
+    compacted_from,
+    place_in,
+    record_of,
+    record_origin,
+)
 from xmcray.serving.operations import check_operations
 from xmcray.serving.schema import Operation
 
@@ -38,6 +45,17 @@ def test_a_bundle_says_what_it_holds() -> None:
     assert place_in(about, "n") == place_in({}, "m") == BEGINNING
     for place in (LogPlace(7), LogPlace(7, "ab", "cd")):
         assert place_in({"label_log": record_of("m", place)}, "m") == place
+
+
+def test_a_compacted_bundle_names_the_one_before_until_it_is_changed() -> None:
+    about = {"changes": [{"operations": 7}], "label_log": record_of("m", LogPlace(7))}
+    assert compacted_from(about, "m") is None
+    record_origin(about, "abcd")
+    assert compacted_from(about, "m") == "abcd"
+    assert compacted_from(about, "n") is None
+    # What is made of it keeps the record: a prefix of its vectors, or a bundle with added labels.
+    assert compacted_from({**about, "prefix_dim": 8}, "m") is None
+    assert compacted_from({**about, "changes": [*about["changes"], {"added": 1}]}, "m") is None
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,13 @@ def present(one: Served, *uids: str) -> list[str]:
     return found[0]
 
 
+def compacted_from(one: Served) -> str | None:
+    """What the replica and the coordinator say of it."""
+    snapshots = [one.models.current(None), one.admin.current(None)]
+    [origin] = {each.compacted_from for each in snapshots}
+    return origin
+
+
 @pytest.mark.parametrize("num_theirs", [2, 5])
 async def test_a_bundle_of_another_server_gets_all_operations(
     bundle: Path, tmp_path: Path, num_theirs: int
@@ -79,9 +86,14 @@ async def test_a_bundle_of_another_server_gets_all_operations(
                 assert await swap(one, theirs) == ""
             assert present(one, "ours0", "ours1", "ours2") == ["ours0", "ours1", "ours2"]
             assert present(one, "theirs0", "theirs1") == ["theirs0", "theirs1"]
+            # Its operations are not in this log, so that it does not stand for the bundle before.
+            assert compacted_from(one) is None
             if is_restarted:
-                await compact(one, tmp_path / "ours")
-                assert await swap(one, tmp_path / "ours") == ""
+                version = one.models.current(None).version
+                for name in ("ours", "again"):
+                    await compact(one, tmp_path / name)
+                    assert await swap(one, tmp_path / name) == ""
+                    assert compacted_from(one) == version
                 await add_labels(one, "ours3")
                 assert present(one, "ours0", "theirs0", "ours3") == ["ours0", "theirs0", "ours3"]
 

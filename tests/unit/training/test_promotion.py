@@ -15,6 +15,7 @@ from simulated import simulated_verdict
 from xmcray.client import Client
 from xmcray.data.corpus import Corpus
 from xmcray.retrieval.retriever import Retriever
+from xmcray.serving.schema import Operation
 from xmcray.training.outcome import measure_bundle
 from xmcray.training.promotion import NotPromotedError, measure_newest
 
@@ -112,3 +113,11 @@ def test_a_server_answers_from_the_new_bundle_and_goes_back(
         assert served().version == first.version
         assert promote(f"{new} {state}") == 2
         assert served().version == first.version
+        # A compaction counts as the bundle that it was made of.
+        with Client(url, token=TOKEN, admin_token=ADMIN) as client:
+            client.change_labels([Operation(op="delete", uid="label0")])
+            client.swap(client.compact(f"{state}/compacted").bundle, recall_floor=0.0)
+        assert served().version != served().compacted_from == first.version
+        assert promote(f"{new} {old} --roll-back") == 0
+        assert promote(f"{old} {new} {data}") == 0
+        assert served().num_labels == corpus.card.num_labels - 1, "what was removed stays removed"
