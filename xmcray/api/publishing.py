@@ -61,11 +61,13 @@ class Promotion:
         bundle: that is to be used.
         version: SHA-256 of the bundle that the server answers from; None without a server.
         verdict: of the test; None for a roll-back.
+        num_annotated: labels of the new bundle that got the attributes that they have in the old one.
     """
 
     bundle: str
     version: str | None
     verdict: Verdict | None
+    num_annotated: int = 0
 
 
 def promote(
@@ -85,6 +87,8 @@ def promote(
 ) -> Promotion:
     """Swaps in a new bundle if it is not worse on the newest queries, or goes back to the old one.
 
+    Before it is swapped in, a new bundle without attributes of labels gets those of the old one.
+
     Args:
         old: bundle in use, or its run.
         new: bundle that may replace it, or its run.
@@ -101,7 +105,7 @@ def promote(
     Raises:
         BundleError: the server answers from another bundle.
         ClientError: the server refuses, or is out of reach.
-        ConfigError: arguments that do not go together.
+        ConfigError: arguments that do not go together, or attributes for a bundle at a URL.
         NotPromotedError: the new bundle is worse, or there are too few queries to tell; it has the
             verdict.
     """
@@ -123,10 +127,12 @@ def promote(
             raise ConfigError("the test needs queries; add --data CORPUS")
         verdict = _judge(before, after, data, last, metric, margin / 100, progress)
         verdict.check()
-    version = None
-    if url:
-        version = _swap(before, after, url, model, token_file, admin_token_file)
-    return Promotion(after, version, verdict)
+    if not url:
+        return Promotion(after, None, verdict)
+    version, num_annotated = _swap(
+        before, after, url, model, token_file, admin_token_file, carries=not roll_back
+    )
+    return Promotion(after, version, verdict, num_annotated)
 
 
 def _judge(
@@ -159,14 +165,25 @@ def _swap(
     model: str | None,
     token_file: Location | None,
     admin_token_file: Location | None,
-) -> str:
+    carries: bool,
+) -> tuple[str, int]:
     """Lets the server answer from `after`, if it answers from `before` now or from a compaction of it.
 
+    Args:
+        before: folder or URL.
+        after: folder or URL.
+        url: see `promote`, as for the next three.
+        model: name of the model.
+        token_file: of the readers.
+        admin_token_file: of the administrators.
+        carries: whether `after` gets the attributes of `before` if it has none.
     Returns:
-        The SHA-256 of `after`, or of the compaction of it that is served already.
+        The SHA-256 of `after`, or of the compaction of it that is served already; and the number of
+        labels that got attributes.
     """
     from xmcray.client import Client
     from xmcray.retrieval.bundle import KIND
+    from xmcray.retrieval.labels import carry_attributes
     from xmcray.storage.artifact import open_artifact
     from xmcray.storage.remote import is_url
 
@@ -182,12 +199,17 @@ def _swap(
         # A compaction differs by operations that the server applies to the next bundle, too.
         versions = {served.version, served.compacted_from}
         if wanted.sha256 in versions:
-            return served.version
+            return served.version, 0
         if manifest.sha256 not in versions:
             raise BundleError(
                 f"{url} answers from another bundle ({served.version[:12]}), expected {before}"
                 f" ({manifest.sha256[:12]}); name the one in use as OLD"
             )
+        num_annotated = 0
+        if carries:
+            # Not earlier: a bundle that is served must not change.
+            num_annotated = carry_attributes(before, after)
+            _, wanted = open_artifact(after, KIND, contents=False)
         # The test has compared the answers; the server's own probe would refuse new labels.
         client.swap(after_path, model=served.model, version=wanted.sha256, recall_floor=0.0)
-    return wanted.sha256
+    return wanted.sha256, num_annotated

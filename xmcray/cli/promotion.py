@@ -69,6 +69,11 @@ def promote(options: argparse.Namespace) -> None:
         _show(options, promotion.verdict)
     if promotion.version is None or options.json:
         return
+    if promotion.num_annotated:
+        show_line(
+            f"labels of {promotion.bundle} that got their attributes from {options.old}:"
+            f" {promotion.num_annotated:,}"
+        )
     show_line(f"{options.url} answers from {promotion.bundle} ({promotion.version[:12]})")
     if not options.roll_back:
         show_line(f"to go back: {shlex.join(_roll_back(options))}")

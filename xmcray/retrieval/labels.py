@@ -30,6 +30,7 @@ from xmcray.data.formats.base import BadRow, BadValue, Row
 from xmcray.data.formats.json_lines import Fields, Record, RowParser, read_records
 from xmcray.errors import ConfigError, DataError, StorageError
 from xmcray.nn.label_side import LabelSide, load_label_side
+from xmcray.retrieval.attributes import FILE as ATTRIBUTES
 from xmcray.retrieval.attributes import LabelAttributes, Scalar, attribute_set
 from xmcray.retrieval.bundle import (
     KIND,
@@ -44,10 +45,11 @@ from xmcray.retrieval.fused import other_members
 from xmcray.retrieval.new_vectors import new_vectors
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import VectorShard, save_vectors, vectors_name
+from xmcray.retrieval.uid_index import UidIndex
 from xmcray.storage.artifact import exclusive, link_files, open_artifact, refuse_existing
 from xmcray.storage.manifest import FileEntry, Manifest, read_manifest
 from xmcray.storage.remote import is_url
-from xmcray.types import Float32Array, Int64Array
+from xmcray.types import Float32Array, Int64Array, spans
 
 ROOM = 1024  # rows of a shard for labels that join
 T = TypeVar("T")
@@ -195,6 +197,47 @@ def annotate_labels(
         attributes = source.attributes().with_rows(retriever.settings.num_labels, rows)
         source.publish({"annotated": len(sets)}, retriever, attributes)
         return retriever.num_labels
+
+
+def carry_attributes(old: str | Path, new: str | Path) -> int:
+    """Gives a bundle without attributes those that labels of the same uids have in another one.
+
+    Args:
+        old: folder or URL of the bundle with attributes.
+        new: folder of the bundle that gets them. One that has attributes is left as it is.
+    Returns:
+        The number of labels that got attributes.
+    Raises:
+        ConfigError: `new` is at a URL and would get some.
+        StorageError: a bundle is damaged, or `new` is being changed.
+    """
+    old_folder, _ = open_artifact(old, KIND, contents=False)
+    new_folder, _ = open_artifact(new, KIND, contents=False)
+    if not (old_folder / ATTRIBUTES).is_file() or (new_folder / ATTRIBUTES).is_file():
+        return 0
+    if is_url(new):
+        raise ConfigError(
+            f"{new} has no attributes, and filters by those of {old} would fail: give them to a copy"
+            " (`xmcray labels annotate --out`), and name that"
+        )
+    labels = Retriever.load(old_folder).labels
+    attributes = read_attributes(old_folder, labels.settings, labels.removed)
+    with open_for_change(new, None) as target:
+        retriever = target.retriever
+        new_index = UidIndex(retriever.labels)
+        rows: dict[int, dict[str, Scalar]] = {}
+        for span in spans(labels.settings.num_labels, LABEL_BLOCK):
+            old_ids = np.arange(span.start, span.stop)
+            uids = labels.names_of(old_ids)["uid"].to_pylist()
+            pairs = zip(uids, attributes.of(old_ids), strict=True)
+            sets = {uid: attribute_values for uid, attribute_values in pairs if attribute_values}
+            for uid, label_id in new_index.ids_of(sets, retriever.labels).items():
+                rows[label_id] = sets[uid]
+        if rows:
+            num_labels = retriever.settings.num_labels
+            carried = LabelAttributes(num_labels).with_rows(num_labels, rows)
+            target.publish({"annotated": len(rows)}, retriever, carried)
+        return len(rows)
 
 
 def remove_labels(bundle: str | Path, uids: Sequence[str], out: str | Path | None = None) -> int:

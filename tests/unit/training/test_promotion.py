@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from simulated import simulated_verdict
 
 from xmcray.client import Client
 from xmcray.data.corpus import Corpus
+from xmcray.errors import ConfigError
+from xmcray.retrieval.attributes import Scalar
+from xmcray.retrieval.labels import annotate_labels, carry_attributes, remove_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.serving.schema import Operation
 from xmcray.training.outcome import measure_bundle
@@ -121,3 +125,35 @@ def test_a_server_answers_from_the_new_bundle_and_goes_back(
         assert promote(f"{new} {old} --roll-back") == 0
         assert promote(f"{old} {new} {data}") == 0
         assert served().num_labels == corpus.card.num_labels - 1, "what was removed stays removed"
+
+
+def test_labels_that_stay_keep_their_attributes(
+    bundles: tuple[Path, Corpus], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, corpus = bundles
+    old = tmp_path / "old"
+    new = tmp_path / "new"
+    sets: dict[str, dict[str, Scalar]] = {
+        "label1": {"price": 1.5},
+        "label2": {"price": 7},
+        "label3": {},
+    }
+    annotate_labels(folder / "a/bundle", sets, old)
+    shutil.copytree(folder / "b/bundle", new)
+    remove_labels(new, ["label2"])
+    with listening(tmp_path, {"m": old}, bundle_roots=(str(tmp_path),)) as url:
+        state = tmp_path / "state"
+        command = (
+            f"promote {old} {new} --data {corpus.path} --margin 12 --url {url}"
+            f" --token-file {state}/token --admin-token-file {state}/admin-token"
+        )
+        assert run_command(command) == 0
+        assert (
+            f"labels of {new} that got their attributes from {old}: 1\n" in capsys.readouterr().out
+        )
+        with Client(url, token=TOKEN) as client:
+            assert client.label("label1").attributes == {"price": 1.5}
+            assert client.models()[0].attributes == ["price"]
+    assert carry_attributes(old, new) == 0, "it has attributes, which stay as they are"
+    with pytest.raises(ConfigError, match="give them to a copy"):
+        carry_attributes(old, f"file://{folder}/b/bundle")
