@@ -50,8 +50,21 @@ def compacted(encoder: Encoder, precision: str) -> Encoder:
     assert isinstance(encoder, TransformerEncoder)
     if precision == "int8":
         return Int8Encoder(encoder)
-    encoder.model.bfloat16()
+    _to_bfloat16(encoder.model)
     return encoder
+
+
+def _to_bfloat16(model: nn.Module) -> None:
+    """Rounds a transformer, but not the frequencies by which it rotates positions.
+
+    A frequency is multiplied by a position, so its rounding error grows with the text.
+    """
+    buffers = dict(model.named_buffers())
+    model.bfloat16()
+    for name, buffer in buffers.items():
+        if name.endswith("inv_freq"):
+            module_name, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(module_name), own_name, buffer)
 
 
 class Int8Encoder(Encoder):

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from bundles import write_bundle_of
-from models import write_bert
+from models import write_bert, write_family
 
 from xmcray.data.tokens import from_transformer
 from xmcray.errors import ConfigError
 from xmcray.nn.compact import PRECISIONS, compacted
-from xmcray.nn.encoder import EncoderConfig, build_encoder
+from xmcray.nn.encoder import EncoderConfig, build_encoder, load_encoder
 from xmcray.nn.heads import Head
 from xmcray.nn.transformer import TransformerEncoder
 from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
@@ -128,6 +128,17 @@ def test_a_batch_of_nothing_but_empty_texts_is_zero_in_any_precision(bert: Path)
         vectors = compacted(encoder_of(bert, dim=DIM), precision)(Ragged.empty(2))
         assert vectors.dtype == torch.float32
         assert vectors.tolist() == [[0.0] * DIM] * 2
+
+
+@pytest.mark.parametrize("family", ["qwen3", "modernbert"])
+def test_rotations_keep_their_frequencies_in_bfloat16(tmp_path: Path, family: str) -> None:
+    folder = write_family(tmp_path, WORDS, family)
+    exact, compact = load_encoder(folder), compacted(load_encoder(folder), "bfloat16")
+    frequencies = dict(exact.named_buffers())
+    assert frequencies
+    for name, buffer in compact.named_buffers():
+        assert torch.equal(buffer, frequencies[name]), name
+    assert {weight.dtype for weight in compact.parameters()} == {torch.bfloat16}
 
 
 def test_a_static_encoder_stays_as_it_is(tmp_path: Path) -> None:
