@@ -43,6 +43,10 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
     # Its table of tokens is narrower than its states.
     "electra": ("ElectraConfig", {"embedding_size": 8}),
+    # A Fourier transform mixes all cells, padding too.
+    "fnet": ("FNetConfig", {}),
+    # It takes a mask, but its convolutions mix padding into the states.
+    "convbert": ("ConvBertConfig", {"embedding_size": 16}),
 }
 
 

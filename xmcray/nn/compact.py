@@ -35,8 +35,8 @@ def compacted(encoder: Encoder, precision: str) -> Encoder:
     """The encoder in another precision, for answers only; the given encoder is changed or used up.
 
     Raises:
-        ConfigError: no such precision, or int8 without its packages, on a GPU, or of a model that
-            cannot be exported.
+        ConfigError: no such precision, a model that does not compute in it, or int8 without its
+            packages or on a GPU.
     """
     check_choice("encoder", precision, PRECISIONS)
     if isinstance(encoder, MixedEncoder):
@@ -51,6 +51,14 @@ def compacted(encoder: Encoder, precision: str) -> Encoder:
     if precision == "int8":
         return Int8Encoder(encoder)
     _to_bfloat16(encoder.model)
+    try:
+        with torch.inference_mode():
+            encoder(Ragged.from_rows([[0]]))
+    except RuntimeError as error:  # an operation that torch does not have in bfloat16
+        raise ConfigError(
+            f"encoder 'bfloat16': this model does not compute in it ({one_line(error, 120)});"
+            " use 'float32'"
+        ) from None
     return encoder
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 FITTED_TEXTS = 32_768
 # Similarities that an inner product stands for, perhaps of normalised vectors.
 SIMILARITIES = (None, "cosine", "dot", "dot_product")
+# Of the largest state: how far the states of a text may be from those of the same text with padding.
+_TOLERANCE = 1e-4
 # At least the rows that a table of positions keeps for padding; RoBERTa's keeps two.
 RESERVED_POSITIONS = 8
 
@@ -38,8 +40,9 @@ class TransformerEncoder(Encoder):
     """A transformer, its pooled last hidden states, and optionally a bias-free projection.
 
     Texts are sorted by length. If the model allows it they are packed one after another without
-    padding (packed.py); else they run in padded micro-batches, cut where that costs least. The
-    order is restored at the end. Pooling and projection are float32 also under autocast.
+    padding (packed.py); else they run in padded micro-batches, cut where that costs least. A model
+    whose states depend on padding runs texts of one length at a time. The order is restored at the
+    end. Pooling and projection are float32 also under autocast.
 
     Args:
         model: a transformers model with `last_hidden_state`, without pooler.
@@ -52,6 +55,7 @@ class TransformerEncoder(Encoder):
 
     Attributes:
         frozen: only the projection learns.
+        pads: texts of several lengths share a call.
         adapted: the model has low-rank adapters, which are all of it that learns.
         prompts: by name ("query", "document"), for other programs that read the saved folder; here
             the corpus' tokenizer puts them before the texts.
@@ -85,6 +89,7 @@ class TransformerEncoder(Encoder):
             model.config.use_cache = False
         self.packed = packed.try_on(model)
         self.longest_packed = packed.longest_text(model)
+        self.pads = True
         self.prompts: Mapping[str, str] = {}
         self.similarity: str | None = None
         self.frozen = False
@@ -170,6 +175,8 @@ class TransformerEncoder(Encoder):
             batches = token_batches(tokens.lengths, max_tokens)
             pool = self._pooled_packed
         else:
+            # If a call costs nothing, the cheapest calls have no padding.
+            call_tokens = call_tokens if self.pads else 0
             batches = micro_batches(tokens.lengths, call_tokens, max_tokens)
             pool = self._pooled_padded
         if not batches:
@@ -400,14 +407,15 @@ def open_model(
             )
         hidden = int(model.config.hidden_size)
         projection = sentence_folder.read_projection(folder, parts, hidden)
+        pooling = sentence_folder.pooling_of(parts)
+        encoder = TransformerEncoder(model, tokenizer, pooling, projection, "Normalize" in parts)
+        encoder.pads = _ignores_padding(encoder)
     except (XmcrayError, MemoryError):
         raise
     except Exception as error:  # transformers and safetensors raise errors of many kinds
         raise error_type(
             f"encoder in {folder} cannot be loaded ({one_line(error)}); it needs config.json and {WEIGHTS}"
         ) from None
-    pooling = sentence_folder.pooling_of(parts)
-    encoder = TransformerEncoder(model, tokenizer, pooling, projection, "Normalize" in parts)
     encoder.prompts = sentence_settings.get("prompts") or {}
     encoder.similarity = sentence_settings.get("similarity_fn_name")
     if encoder.similarity not in SIMILARITIES:
@@ -416,6 +424,27 @@ def open_model(
             " choose another model"
         )
     return encoder
+
+
+def _ignores_padding(encoder: TransformerEncoder) -> bool:
+    """Whether a text has the same states alone and with padding after it.
+
+    That is tried, because some models take a mask and still mix padding into the states.
+    """
+    model = encoder.model
+    table_VH = model.get_input_embeddings().weight
+    # A text of 3 tokens, which are the first of the table, and 5 cells of padding.
+    text_1TH = table_VH[torch.arange(3) % len(table_VH)].detach()[None]
+    padded_1TH = F.pad(text_1TH, (0, 0, 0, 5))
+    mask_1T = (torch.arange(8) < 3).long()[None]
+    with torch.no_grad():
+        alone = model(inputs_embeds=text_1TH).last_hidden_state
+        try:
+            output = model(inputs_embeds=padded_1TH, attention_mask=mask_1T)
+        except Exception:  # models without a mask refuse it in many ways
+            return False
+    difference = (output.last_hidden_state[:, :3] - alone).abs().max()
+    return bool(difference <= _TOLERANCE * alone.abs().max())
 
 
 def _ignores_case(tokenizer: Any) -> bool:

@@ -108,6 +108,20 @@ def test_packed_and_padded_texts_have_the_same_vectors_and_gradients(folder: Pat
         torch.testing.assert_close(packed_result, padded_result, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("family", ["fnet", "convbert"])
+def test_texts_run_without_padding_where_it_would_change_them(family: str, tmp_path: Path) -> None:
+    folder = write_family(tmp_path, WORDS, family)
+    tokenizer = from_transformer(str(folder), max_len=64)
+    encoder = load_encoder(folder)
+    tokens = tokenizer.encode(TEXTS)
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        vectors = encoder(tokens)
+        for number, vector in enumerate(vectors):
+            states_1TH = model(torch.from_numpy(tokens[number])[None]).last_hidden_state
+            torch.testing.assert_close(vector, states_1TH[0].mean(dim=0), rtol=0, atol=1e-5)
+
+
 def test_saved_folder_keeps_pooling_prompts_and_similarity(folder: Path, tmp_path: Path) -> None:
     tokenizer = from_transformer(str(folder), max_len=64)
     load_encoder(folder).save(tmp_path)

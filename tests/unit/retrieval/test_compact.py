@@ -164,6 +164,12 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_a_model_that_does_not_compute_in_bfloat16_is_refused(tmp_path: Path) -> None:
+    encoder = load_encoder(write_family(tmp_path, WORDS, "fnet"))
+    with pytest.raises(ConfigError, match=r"does not compute in it \(Unsupported dtype BFloat16"):
+        compacted(encoder, "bfloat16")
+
+
 def test_a_served_model_takes_the_precision_it_is_told(bundle: Path) -> None:
     snapshot = Snapshot.load(str(bundle), "default", 1, encoder="bfloat16")
     served = snapshot.encode(TEXTS, 32).query_BD
