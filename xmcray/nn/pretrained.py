@@ -113,8 +113,7 @@ def load_model(folder: Path, dropout: float | None) -> Any:
         dropout: replaces the model's own rates; None keeps them.
 
     Raises:
-        ValueError: weights are missing, or it is an encoder-decoder whose encoder cannot be loaded
-            alone.
+        ValueError: weights are missing, or a model of this type is not supported.
     """
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     set_dropout(config, dropout)
@@ -145,7 +144,13 @@ def _loader_and_class(config: Any) -> tuple[Any, Any]:
     config_type = type(config)
     # Of the type, because a folder with the encoder alone says that it has no decoder.
     if not getattr(config_type, "is_encoder_decoder", False):
-        return transformers.AutoModel, transformers.MODEL_MAPPING.get(config_type, None)
+        model_class = transformers.MODEL_MAPPING.get(config_type, None)
+        # Funnel has two classes. One gives fewer states than tokens, the other fails at short texts.
+        if isinstance(model_class, tuple):
+            raise ValueError(
+                f"{config.model_type} merges the states of tokens; it is not supported"
+            )
+        return transformers.AutoModel, model_class
     encoder_class = transformers.MODEL_FOR_TEXT_ENCODING_MAPPING.get(config_type, None)
     if encoder_class is None:
         raise ValueError(

@@ -430,6 +430,9 @@ def _ignores_padding(encoder: TransformerEncoder) -> bool:
     """Whether a text has the same states alone and with padding after it.
 
     That is tried, because some models take a mask and still mix padding into the states.
+
+    Raises:
+        ValueError: the model does not give each token a state of its width.
     """
     model = encoder.model
     table_VH = model.get_input_embeddings().weight
@@ -439,6 +442,12 @@ def _ignores_padding(encoder: TransformerEncoder) -> bool:
     mask_1T = (torch.arange(8) < 3).long()[None]
     with torch.no_grad():
         alone = model(inputs_embeds=text_1TH).last_hidden_state
+        expected = [1, 3, int(model.config.hidden_size)]
+        if list(alone.shape) != expected:
+            raise ValueError(
+                f"the states of a text of 3 tokens are {list(alone.shape)}, and only {expected} is"
+                " supported: config.hidden_size numbers for each token"
+            )
         try:
             output = model(inputs_embeds=padded_1TH, attention_mask=mask_1T)
         except Exception:  # models without a mask refuse it in many ways

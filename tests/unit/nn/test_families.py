@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -217,6 +218,39 @@ def test_an_encoder_decoder_whose_encoder_cannot_be_loaded_alone_is_refused(
     transformers.BartConfig(vocab_size=64, **sizes).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="bart is an encoder-decoder, of which only T5") as caught:
         build_encoder(EncoderConfig(name=str(tmp_path)), tokenizer, None, seed=0)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            transformers.OPTConfig(
+                vocab_size=64,
+                hidden_size=16,
+                word_embed_proj_dim=8,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                ffn_dim=16,
+            ),
+            r"tokens are \[1, 3, 8\], and only \[1, 3, 16\] is supported",
+        ),
+        (
+            transformers.FunnelConfig(vocab_size=64, architectures=["FunnelModel"]),
+            "funnel merges the states of tokens; it is not supported",
+        ),
+    ],
+)
+def test_a_model_without_a_state_of_its_width_for_each_token_is_refused(
+    plain: Path, tmp_path: Path, settings: transformers.PreTrainedConfig, reason: str
+) -> None:
+    shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").unlink()
+    if settings.model_type == "opt":
+        transformers.AutoModel.from_config(settings).save_pretrained(tmp_path)
+    settings.save_pretrained(tmp_path)
+    with pytest.raises(BundleError, match=reason) as caught:
+        load_encoder(tmp_path)
     assert "\n" not in str(caught.value)
 
 
