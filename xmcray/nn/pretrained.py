@@ -118,7 +118,7 @@ def load_model(folder: Path, dropout: float | None) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     set_dropout(config, dropout)
     options: dict[str, Any] = {}
-    loader, model_class = _loader_and_class(config)
+    loader, model_class = loader_and_class(config)
     # An unused pooler would have parameters without a gradient.
     if model_class and "add_pooling_layer" in inspect.signature(model_class).parameters:
         options["add_pooling_layer"] = False
@@ -139,7 +139,7 @@ def load_model(folder: Path, dropout: float | None) -> Any:
     return model
 
 
-def _loader_and_class(config: Any) -> tuple[Any, Any]:
+def loader_and_class(config: Any) -> tuple[Any, Any]:
     """What loads a model with these settings, and the model's class, which may be None."""
     config_type = type(config)
     # Of the type, because a folder with the encoder alone says that it has no decoder.

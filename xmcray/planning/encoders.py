@@ -69,7 +69,7 @@ def _transformer(config: EncoderConfig, folder: Path, is_half: bool) -> Encoder:
     import transformers  # takes seconds, which plans with the static encoder spare
 
     from xmcray.nn import packed
-    from xmcray.nn.pretrained import set_dropout
+    from xmcray.nn.pretrained import loader_and_class, set_dropout
     from xmcray.nn.transformer import TransformerEncoder, prepare_training
 
     path = _settings_path(config.name, folder)
@@ -80,7 +80,9 @@ def _transformer(config: EncoderConfig, folder: Path, is_half: bool) -> Encoder:
             settings = json.loads(path.read_text(encoding="utf-8"))
         model_config = transformers.AutoConfig.for_model(**settings)
         set_dropout(model_config, config.dropout)
-        model = transformers.AutoModel.from_config(model_config)
+        # Of an encoder-decoder only the encoder is trained.
+        loader, _ = loader_and_class(model_config)
+        model = loader.from_config(model_config)
         hidden = int(model_config.hidden_size)
     if hasattr(model, "pooler"):
         model.pooler = None

@@ -18,7 +18,7 @@ import corpora
 import numpy as np
 import pytest
 import torch
-from models import write_bert
+from models import write_bert, write_family
 from shell import Shell
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -216,6 +216,15 @@ def test_a_planned_transformer_has_the_parameters_of_the_real_one(tmp_path: Path
     real = sum(p.numel() for p in load_encoder(folder).parameters()) + projection
     assert sum(p.numel() for p in encoder.parameters()) == real
     assert encoder.dim == (dim or 16)
+
+
+def test_a_planned_encoder_decoder_is_its_encoder(tmp_path: Path) -> None:
+    folder = write_family(tmp_path, ["a", "b"], "t5")
+    with Counter():
+        encoder = planned_encoder(EncoderConfig(name=str(folder), dim=0), 7, on_gpu=False)
+        assert encoder(Ragged.from_rows([[1, 2], [3]])).shape == (2, 16)
+    sizes = {name: p.numel() for name, p in encoder.named_parameters()}
+    assert sizes == {name: p.numel() for name, p in load_encoder(folder).named_parameters()}
 
 
 def test_a_step_does_not_run_a_frozen_transformer(tmp_path: Path) -> None:
