@@ -132,29 +132,29 @@ class MixedDevicesError(RuntimeError):
 
 
 class PretendedTensor(Tensor):
-    """A tensor that says it is on `cuda:0`; `inner` has its values."""
+    """A tensor that says it is on `cuda:0`; `on_host` has its values."""
 
-    inner: Tensor
+    on_host: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> PretendedTensor:
+    def __new__(cls, on_host: Tensor) -> PretendedTensor:
         layout: dict[str, Any] = {}
-        if inner.layout == torch.strided:
-            layout["strides"] = inner.stride()
-            layout["storage_offset"] = inner.storage_offset()
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
-            cls, inner.size(), dtype=inner.dtype, device=_CUDA, **layout
+        if on_host.layout == torch.strided:
+            layout["strides"] = on_host.stride()
+            layout["storage_offset"] = on_host.storage_offset()
+        return Tensor._make_wrapper_subclass(
+            cls, on_host.size(), dtype=on_host.dtype, device=_CUDA, **layout
         )
 
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
-        counts.track(inner)
+    def __init__(self, on_host: Tensor) -> None:
+        self.on_host = on_host
+        counts.track(on_host)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PretendedTensor({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,
@@ -164,35 +164,35 @@ class PretendedTensor(Tensor):
         return _run(func, args, kwargs or {})
 
     def data_ptr(self) -> int:
-        return self.inner.data_ptr()
+        return self.on_host.data_ptr()
 
     def storage(self) -> Any:
-        return self.inner.storage()
+        return self.on_host.storage()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return self.inner.untyped_storage()
+        return self.on_host.untyped_storage()
 
     def tolist(self) -> Any:
         counts.syncs[f"tolist {_line()}"] += 1
-        return self.inner.tolist()
+        return self.on_host.tolist()
 
     def coalesce(self) -> Tensor:
-        if not self.inner.is_coalesced():
+        if not self.on_host.is_coalesced():
             counts.syncs[f"coalesce {_line()}"] += 1
-        return _Coalesced(self.inner.coalesce())
+        return _Coalesced(self.on_host.coalesce())
 
 
 class _Coalesced(PretendedTensor):
     """A sparse tensor whose parts are read without dispatch."""
 
-    def __init__(self, inner: Tensor) -> None:
-        super().__init__(inner)
+    def __init__(self, on_host: Tensor) -> None:
+        super().__init__(on_host)
 
     def indices(self) -> Tensor:
-        return PretendedTensor(self.inner.indices().clone())
+        return PretendedTensor(self.on_host.indices().clone())
 
     def values(self) -> Tensor:
-        return PretendedTensor(self.inner.values())
+        return PretendedTensor(self.on_host.values())
 
 
 class PretendedCuda(TorchDispatchMode):
@@ -229,9 +229,9 @@ def install() -> None:
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
     dist.get_backend = lambda group=None: dist.Backend("nccl")
-    torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
+    torch._C._set_only_lift_cpu_tensors(True)
     # A view of a pretended tensor cannot be made in inference mode.
-    torch.inference_mode = torch.no_grad  # type: ignore[misc]
+    torch.inference_mode = torch.no_grad  # type: ignore[assignment,misc]
     torch.__future__.set_swap_module_params_on_conversion(True)
 
 
@@ -272,7 +272,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
-    return tensor.inner if isinstance(tensor, PretendedTensor) else tensor
+    return tensor.on_host if isinstance(tensor, PretendedTensor) else tensor
 
 
 def _wrapped(tensor: Tensor) -> Tensor:
