@@ -14,6 +14,9 @@ from xmcray.types import Float32Array
 class ListIndex(Index):
     """Rows in inverted lists, searched by torch alone on the device of the rows.
 
+    Hard negatives, for which it is made, are never filtered: `filtered` is a view that compares all
+    rows.
+
     Args:
         lists: the rows.
     """
