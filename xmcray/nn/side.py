@@ -62,6 +62,11 @@ class SideMixer(nn.Module):
         nn.init.zeros_(self.gate)
         self.requires_grad_(False)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether texts keep their vectors."""
+        return not bool(self.gate.any())
+
     def forward(self, text_BD: Tensor, side_BW: Tensor) -> Tensor:
         """The vectors of texts with their side vectors, [B, D]."""
         direction_BD = PROJECTION_SPEED * self.projection(F.normalize(side_BW, dim=-1))

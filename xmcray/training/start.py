@@ -30,7 +30,9 @@ from xmcray.data.chunks import rejected_uid
 from xmcray.data.corpus import Corpus, Split
 from xmcray.errors import ConfigError, DataError
 from xmcray.methods.registry import method_entry
+from xmcray.nn.encoder import Encoder
 from xmcray.nn.label_side import load_label_side
+from xmcray.nn.side import MixedEncoder, load_mixer
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.new_vectors import have_one_length, nearest_clusters, new_vectors
 from xmcray.retrieval.retriever import Retriever
@@ -131,6 +133,7 @@ def write_start(path: Path, source: Run, config: RunConfig, corpus: Corpus) -> d
     device = torch.device("cuda" if use_gpu else "cpu")
     setup = build(config, TrainingData(corpus, config.data), device, partition)
     _check_shapes(source, last, setup)
+    _check_mixer(source, last, setup.stepper.encoder, corpus)
     checkpoints.load_shared(last, setup.stepper, 0)
     # First all labels get the method's usual start, with the trained encoder. Then trained rows replace
     # those of the known labels.
@@ -204,6 +207,19 @@ def _check_shapes(source: Run, last: Checkpoint, setup: Setup) -> None:
                     f"{source.path} was trained with {key} of shape {old_shapes.get(key)}, now {shape};"
                     " use its settings method.*, or train without --from"
                 )
+
+
+def _check_mixer(source: Run, last: Checkpoint, encoder: Encoder, corpus: Corpus) -> None:
+    """Raises ConfigError if side vectors would be left out that the trained weights count on."""
+    if not isinstance(encoder, MixedEncoder) or not encoder.mixer.is_closed:
+        return
+    trained = load_mixer(last.path / "encoder", encoder.dim)
+    if trained is not None and not trained.is_closed:
+        raise ConfigError(
+            f"{corpus.path} has side vectors that say nothing about its labels, and {source.path} was"
+            " trained with ones that do; prepare it with vectors of the same kind, or train without"
+            " --from"
+        )
 
 
 def _old_label_ids(source: Run, old: Corpus, corpus: Corpus) -> Int64Array:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from xmcray.retrieval.encoder_export import export_encoder
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.launch import train
 from xmcray.training.outcome import bundle_of, measure_bundle
-from xmcray.training.run import RunConfig
+from xmcray.training.run import Run, RunConfig
 
 WIDTH = 16
 SETTINGS = [
@@ -86,6 +88,23 @@ def test_vectors_of_noise_change_no_answer(
         scores[side] = retriever.top_labels(queries, 3).scores
     assert np.array_equal(scores["mix"], scores["ignore"])
     assert "they are left out, as with encoder.side=ignore" in caplog.text
+
+
+def test_a_run_does_not_go_on_where_its_side_vectors_have_become_noise(
+    corpus: Corpus, mixed: str, tmp_path: Path
+) -> None:
+    raw = tmp_path / "raw"
+    shutil.copytree(corpus.path.parent / "raw", raw)
+    write_side_vectors(raw, WIDTH, planted=False)
+    noise = corpus_of(raw, tmp_path / "noise", tokenizer=corpus.tokenizer())
+    source = Run.open(Path(mixed).parent)
+    config = RunConfig.resolve("dexml", {}, [*SETTINGS, "encoder.side=mix"])
+    message = f"{noise.path} has side vectors that say nothing about its labels, and {source.path} "
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        train(noise.path, tmp_path / "run", config, source=source)
+    # The other way round, vectors are mixed in from the first step on.
+    first = train(noise.path, tmp_path / "first", config)
+    assert train(corpus.path, tmp_path / "second", config, source=first).result() is not None
 
 
 def test_callers_get_the_answers_of_the_corpus(corpus: Corpus, mixed: str) -> None:
