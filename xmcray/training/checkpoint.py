@@ -10,7 +10,7 @@ checkpoints/step-00000340/
     state-0000000000.safetensors      rows from label 0 on of what the method keeps but does not
                                       optimise (`Method.state_tensors`)
     state.json                        step, epoch, ranks, rows, negatives
-    manifest.json
+    manifest.json                     also holds the costs, by which runs with equal files may differ
 
 Files of label rows have at most 64 MB.
 """
@@ -50,6 +50,21 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Costs:
+    """What a training has taken, over all its attempts. Steps that were done again count once.
+
+    Attributes:
+        seconds: Time of the loop.
+        blocked_s: How much of it went by waiting for hard negatives.
+        peak_memory_mb: Of the trainer with the most.
+    """
+
+    seconds: float = 0.0
+    blocked_s: float = 0.0
+    peak_memory_mb: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """One verified checkpoint.
 
@@ -57,11 +72,13 @@ class Checkpoint:
         path: Its folder.
         step: Optimisation steps done.
         negatives: What `ShortlistFeed.state` returned.
+        costs: Up to here; those of release 0.1.0 are not known.
     """
 
     path: Path
     step: int
     negatives: Mapping[str, Any]
+    costs: Costs = Costs()
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -177,9 +194,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     _, manifest = open_artifact(path, KIND, contents=False)
     with _readable(path):
         step = int(manifest.about["step"])
+        costs = {name: float(cost) for name, cost in manifest.about.get("costs", {}).items()}
         negatives = read_json(path / "state.json")["negatives"]
         check_state(negatives, step)
-    return Checkpoint(path, step, negatives)
+        return Checkpoint(path, step, negatives, Costs(**costs))
 
 
 def load(checkpoint: Checkpoint, stepper: Stepper, partition: LabelPartition) -> None:

@@ -11,6 +11,7 @@ unfinished folder, which the next attempt removes.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -55,6 +56,7 @@ class _Snapshot:
         modules: Other data-parallel modules; empty on ranks other than 0.
         optimizer: State of the encoder's optimiser; empty on ranks other than 0.
         state: Contents of state.json.
+        costs: What the training has taken up to the step.
     """
 
     step: int
@@ -64,6 +66,7 @@ class _Snapshot:
     modules: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     state: Mapping[str, Any]
+    costs: checkpoints.Costs
 
 
 class CheckpointWriter:
@@ -105,6 +108,7 @@ class CheckpointWriter:
         step: int,
         state: Mapping[str, Any],
         collected: Mapping[str, np.ndarray[Any, Any]] | None = None,
+        costs: checkpoints.Costs | None = None,
         *,
         scheduled: bool = True,
     ) -> None:
@@ -116,6 +120,7 @@ class CheckpointWriter:
             step: Optimisation steps done.
             state: Contents of state.json besides step and ranks.
             collected: Query vectors that this rank collected for the hard negatives, if any.
+            costs: What the training has taken up to here, if anything.
             scheduled: an undisturbed run has this checkpoint too. Any other one leaves the rows as
                 they are, with the weight decay that they still lack.
 
@@ -137,7 +142,7 @@ class CheckpointWriter:
         if scheduled:
             for table in self._stepper.method.tables.values():
                 table.flush()
-        snapshot = self._snapshot(step, state, collected or {})
+        snapshot = self._snapshot(step, state, collected or {}, costs or checkpoints.Costs())
         self._own_files_written.clear()
         self._error = None
         self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint")
@@ -191,6 +196,7 @@ class CheckpointWriter:
         step: int,
         state: Mapping[str, Any],
         collected: Mapping[str, np.ndarray[Any, Any]],
+        costs: checkpoints.Costs,
     ) -> _Snapshot:
         method = self._stepper.method
         rows: dict[str, Mapping[str, Tensor]] = {}
@@ -211,7 +217,7 @@ class CheckpointWriter:
             torch.cuda.synchronize(device)  # the copies to pinned memory are complete
         num_ranks = collectives.num_ranks()
         body = {"step": step, "num_ranks": num_ranks, **state}
-        return _Snapshot(step, num_ranks, rows, dict(collected), modules, optimizer, body)
+        return _Snapshot(step, num_ranks, rows, dict(collected), modules, optimizer, body, costs)
 
     def _copies(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies in host memory, pinned if they come from a GPU, in the order of their elements.
@@ -242,7 +248,7 @@ class CheckpointWriter:
             self._own_files_written.set()
             if self._is_first and self._wait_for_all_ranks(unfinished, snapshot.num_ranks):
                 with disk_errors(unfinished):
-                    self._publish(unfinished, snapshot.step)
+                    self._publish(unfinished, snapshot)
         except XmcrayError as error:
             self._error = str(error)
         except BaseException as error:  # a thread has no caller that would see it
@@ -280,7 +286,7 @@ class CheckpointWriter:
                 return False
         return True
 
-    def _publish(self, unfinished: Path, step: int) -> None:
+    def _publish(self, unfinished: Path, snapshot: _Snapshot) -> None:
         """Writes the manifest, moves the folder to its final name, and removes old checkpoints."""
         entries: dict[str, FileEntry] = {}
         for note in sorted(unfinished.glob(_NOTE)):
@@ -288,8 +294,9 @@ class CheckpointWriter:
             for name, (size, sha256) in written.items():
                 entries[name] = FileEntry(size, sha256)
             note.unlink()
-        finish_manifest(unfinished, checkpoints.KIND, {"step": step}, entries)
-        destination = checkpoints.step_folder(self._folder, step)
+        about = {"step": snapshot.step, "costs": dataclasses.asdict(snapshot.costs)}
+        finish_manifest(unfinished, checkpoints.KIND, about, entries)
+        destination = checkpoints.step_folder(self._folder, snapshot.step)
         # A checkpoint of the same step whose files were altered may be in the way.
         shutil.rmtree(destination, ignore_errors=True)
         publish(unfinished, destination)

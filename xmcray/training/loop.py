@@ -5,6 +5,7 @@ It knows neither Ray nor which method it trains.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -36,6 +37,7 @@ from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
 from xmcray.storage.whole_files import write_json
 from xmcray.training import checkpoint as checkpoints
+from xmcray.training.checkpoint import Costs
 from xmcray.training.checkpoint_writer import CheckpointWriter
 from xmcray.training.optim import lr_factor
 from xmcray.training.preemption import StopFlag
@@ -172,6 +174,8 @@ class Loop:
         self.watch = watch or Watch(StopFlag(run.path))
         self.saved_step = 0
         self._has_warned = False
+        self._started = time.perf_counter()
+        self._earlier_costs = Costs()
         self.steps_per_epoch = setup.sampler.steps_per_epoch
         num_epochs = self.config.optim.num_epochs
         self.last_step = num_epochs * self.steps_per_epoch
@@ -219,7 +223,6 @@ class Loop:
         return result
 
     def _train(self) -> dict[str, Any]:
-        started = time.perf_counter()
         held_out = self.setup.data.validation_rows
         if self.config.data.validation and not len(held_out) and collectives.rank() == 0:
             logger.warning(
@@ -254,8 +257,7 @@ class Loop:
             if self.on_step:
                 self.on_step(steps_done)
         self._finish_checkpoint()
-        seconds = time.perf_counter() - started
-        return self._finish(seconds, self.last_step - first_step)
+        return self._finish(self.last_step - first_step)
 
     def _step(self, step: int, window: _Window) -> None:
         shortlist = self.feed.before_step(step)
@@ -284,6 +286,7 @@ class Loop:
                 checkpoints.set_aside_newer(self.run.checkpoints, step)
             checkpoints.load(checkpoint, self.setup.stepper, self.setup.partition)
             negatives_state = checkpoint.negatives
+            self._earlier_costs = checkpoint.costs
             collected = checkpoints.collected(checkpoint)
         self.saved_step = step
         self.feed.restore(negatives_state, step, collected)
@@ -294,7 +297,8 @@ class Loop:
     def _save(self, step: int, scheduled: bool = True) -> None:
         self._finish_checkpoint()
         state = {"epoch": step // self.steps_per_epoch, "negatives": self.feed.state(step)}
-        self.checkpoints.save(step, state, self.feed.pending(), scheduled=scheduled)
+        costs = self._costs()
+        self.checkpoints.save(step, state, self.feed.pending(), costs, scheduled=scheduled)
         self.saved_step = step
 
     def _finish_checkpoint(self) -> None:
@@ -376,14 +380,21 @@ class Loop:
         every = self.config.log.checkpoint_every or self.steps_per_epoch
         return done % every == 0
 
-    def _finish(self, seconds: float, steps: int) -> dict[str, Any]:
+    def _costs(self) -> Costs:
+        """What the training has taken up to now; collective."""
+        earlier = self._earlier_costs
         peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return Costs(
+            seconds=earlier.seconds + time.perf_counter() - self._started,
+            blocked_s=earlier.blocked_s + self.feed.blocked_s,
+            peak_memory_mb=max(earlier.peak_memory_mb, *collectives.gather_objects(peak_mb)),
+        )
+
+    def _finish(self, steps: int) -> dict[str, Any]:
         result = {
             "steps": self.last_step,
-            "seconds": seconds,
             "steps_here": steps,
-            "blocked_s": self.feed.blocked_s,
-            "peak_memory_mb": max(collectives.gather_objects(peak_mb)),
+            **dataclasses.asdict(self._costs()),
             "schedule_broken_at_step": self.feed.broken_at_step,
         }
         if collectives.rank() == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -247,15 +247,6 @@ def record(run: Run, corpus: Corpus, evaluation: Evaluation | None = None) -> No
     )
 
 
-def _seconds(result: Mapping[str, Any]) -> str:
-    """The seconds of training, of which an interrupted run knows those of its last part alone."""
-    seconds = f"{result.get('seconds', 0.0):.1f}"
-    num_here = result.get("steps_here", 0)
-    if num_here == result.get("steps", num_here):
-        return seconds
-    return f"{seconds} for the last {num_here:,} steps; the others ran before an interruption"
-
-
 def _facts(run: Run, corpus: Corpus) -> dict[str, str]:
     """What the report says about the run's circumstances."""
     result = run.result() or {}
@@ -271,7 +262,7 @@ def _facts(run: Run, corpus: Corpus) -> dict[str, str]:
         "corpus SHA-256": run.corpus_sha256,
         "run": run.id,
         "steps": f"{result.get('steps', 0):,}",
-        "seconds of training": _seconds(result),
+        "seconds of training": f"{result.get('seconds', 0.0):.1f}",
         "peak memory of a trainer": f"{result.get('peak_memory_mb', 0.0):,.0f} MB",
         "hard negatives": punctuality,
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {platform.system()}",

@@ -7,8 +7,10 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import loops
@@ -103,6 +105,29 @@ def test_a_damaged_checkpoint_is_passed_over(corpus: Corpus, tmp_path: Path) -> 
     assert newest.path == older
     with pytest.raises(StorageError, match=file.name):
         open_artifact(newer, checkpoints.KIND)
+
+
+def test_seconds_and_memory_are_those_of_all_attempts(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks_kb = iter([3 << 10, 9 << 10, 1 << 10, 1 << 10])
+    monkeypatch.setattr(
+        "xmcray.training.loop.resource.getrusage",
+        lambda _: SimpleNamespace(ru_maxrss=next(peaks_kb)),
+    )
+    first, _ = loop_in(tmp_path, corpus)
+    first.last_step = first.steps_per_epoch
+    first.on_step = lambda _: time.sleep(0.2)
+    first.train()
+    newest = checkpoints.newest(tmp_path / "checkpoints")
+    assert newest is not None
+    assert newest.costs.peak_memory_mb == 3
+    assert newest.costs.seconds >= 0.2 * (first.last_step - 1)
+    second, _ = loop_in(tmp_path, corpus)
+    result = second.train()
+    assert result["peak_memory_mb"] == 3
+    assert result["steps_here"] == second.last_step - first.last_step
+    assert result["seconds"] > newest.costs.seconds
 
 
 def cut_rows(checkpoint: Path) -> None:

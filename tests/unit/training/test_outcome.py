@@ -50,12 +50,3 @@ def test_answers_that_are_in_the_file_do_not_stay_in_memory(
     num_queries = corpus.card.num_test
     matrix = read_predictions(file, num_queries, corpus.card.num_labels)
     assert np.diff(matrix.indptr).min() > 0
-
-
-@pytest.mark.parametrize(
-    ("steps_here", "shown"),
-    [(60, "1.5"), (20, "1.5 for the last 20 steps; the others ran before an interruption")],
-)
-def test_the_seconds_of_a_resumed_run_name_their_steps(steps_here: int, shown: str) -> None:
-    result = {"steps": 60, "seconds": 1.49, "steps_here": steps_here}
-    assert outcome._seconds(result) == shown
