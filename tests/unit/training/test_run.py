@@ -98,6 +98,25 @@ def test_a_run_of_an_earlier_release_opens_with_epochs_that_are_refused_now(
     assert values.items() <= opened.items()
 
 
+def test_folders_of_models_do_not_depend_on_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("model", "teacher", "static"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    teacher = ["negatives.teacher=teacher", "negatives.max_relative_score=0.9"]
+    relative = ["encoder.name=model", *teacher]
+    run = start(tmp_path / "run", *relative)
+    assert run.config.encoder.name == str(tmp_path / "model")
+    assert run.config.negatives.teacher == str(tmp_path / "teacher")
+    kept = RunConfig.resolve("astra", {}, ["encoder.init_from=owner/name"]).encoder
+    assert (kept.name, kept.init_from) == ("static", "owner/name")
+    # Earlier releases kept relative paths.
+    file = run.path / "run.json"
+    file.write_text(file.read_text().replace(f"{tmp_path}/model", "model"))
+    assert start(tmp_path / "run", *relative).config == run.config
+
+
 def test_runs_may_share_the_vectors_of_a_frozen_encoder(tmp_path: Path) -> None:
     frozen = ["encoder.name=model", "encoder.frozen=true"]
     shared = [*frozen, f"encoder.vectors_folder={tmp_path / 'v'}"]
