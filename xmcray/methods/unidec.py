@@ -324,5 +324,6 @@ ENTRY = MethodEntry(
     uses_label_texts=True,
     needs_batch=lambda config: True,
     uses_hard=lambda config: config.hard_per_query > 0,
+    uses_fusion=lambda config: config.answers == "both",
     sections=("fusion",),
 )

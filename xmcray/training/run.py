@@ -247,6 +247,11 @@ class RunConfig:
         if not is_stored:
             config = config.with_absolute_folders()
             check_range("optim.stop_epoch", config.optim.stop_epoch, 0, config.optim.epochs)
+            if config.fusion not in (None, FusionConfig()) and not entry.uses_fusion(config.method):
+                raise ConfigError(
+                    f"fusion.text_weight is {config.fusion.text_weight:g}, but {method_name} with these"
+                    " settings answers by one cosine alone; leave it out"
+                )
             if entry.needs_negatives(config.method):
                 config.refuse_positives_alone()
         return config
