@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 SETTINGS = "static.json"
 WEIGHTS = "model.safetensors"
+# Settings that have no effect on encoders of the other kind.
+_OF_STATIC = ("idf", "residual", "position_decay", "bigram_buckets")
+_OF_TRANSFORMERS = ("pooling", "autocast")
 # Of a checkpoint of a transformer with adapters, next to its merged weights.
 ADAPTERS = "lora.safetensors"
 
@@ -148,6 +151,31 @@ class EncoderConfig:
             self._refuse("init_vectors", is_set, "encoder.init_from to name a transformer")
             is_set = self.init_share != 1
             self._refuse("init_share", is_set, "encoder.init_from to name a transformer")
+
+    def without_effect(self) -> dict[str, Any]:
+        """Settings of the other kind of encoder that are set, with their defaults."""
+        names: tuple[str, ...] = ()
+        if self.name == "static" or _kind_of(start_folder(self.name)) is not None:
+            # A folder of ours has its own settings of static encoders, in place of those here.
+            names = _OF_TRANSFORMERS
+        elif self.name not in ENCODERS:
+            names = _OF_STATIC
+        defaults = {name: getattr(EncoderConfig(), name) for name in names}
+        return {name: value for name, value in defaults.items() if getattr(self, name) != value}
+
+    def refuse_without_effect(self) -> None:
+        """Raises ConfigError for settings of the other kind of encoder.
+
+        Earlier releases accepted them, so this is for new runs alone.
+        """
+        defaults = self.without_effect()
+        if defaults:
+            names = " and ".join(f"encoder.{name}" for name in defaults)
+            settings = [f"encoder.{name}={str(value).lower()}" for name, value in defaults.items()]
+            raise ConfigError(
+                f"encoder.name is {self.name!r}, for which {names} would have no effect; leave out, or"
+                f" set {' '.join(settings)}"
+            )
 
     def _refuse(self, setting: str, is_set: object, needs: str) -> None:
         """Raises ConfigError for a setting that would have no effect."""

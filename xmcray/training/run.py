@@ -246,6 +246,7 @@ class RunConfig:
             )
         if not is_stored:
             config = config.with_absolute_folders()
+            config.encoder.refuse_without_effect()
             check_range("optim.stop_epoch", config.optim.stop_epoch, 0, config.optim.epochs)
             if config.fusion not in (None, FusionConfig()) and not entry.uses_fusion(config.method):
                 raise ConfigError(

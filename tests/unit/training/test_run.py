@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from xmcray import config as configs
 from xmcray.errors import ConfigError, RunError
+from xmcray.nn.encoder import SETTINGS
 from xmcray.storage.whole_files import aside
 from xmcray.storage.work_folder import locked
 from xmcray.training.run import RUN_FOLDER, Run, RunConfig, discard, open_or_create
@@ -96,6 +99,38 @@ def test_a_run_of_an_earlier_release_opens_with_epochs_that_are_refused_now(
     file.write_text(json.dumps(body))
     opened = Run.open(run.path).config.to_dict()[section]
     assert values.items() <= opened.items()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["encoder.name=owner/model", "encoder.residual=false", "encoder.bigram_buckets=7"],
+            "encoder.name is 'owner/model', for which encoder.residual and encoder.bigram_buckets would"
+            " have no effect; leave out, or set encoder.residual=true encoder.bigram_buckets=0",
+        ),
+        (["encoder.name=owner/model", "encoder.idf=false"], "set encoder.idf=true"),
+        (["encoder.name=owner/model", "encoder.position_decay=1"], "encoder.position_decay=0.0"),
+        (["encoder.pooling=cls"], "encoder.name is 'static', for which encoder.pooling would"),
+        (["encoder.autocast=bf16"], "set encoder.autocast=auto"),
+    ],
+)
+def test_settings_of_the_other_kind_of_encoder_are_refused(
+    settings: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        RunConfig.resolve("astra", {}, settings)
+    values = configs.merge({}, settings)
+    stored = RunConfig.resolve("astra", values, is_stored=True)
+    assert stored.to_dict()["encoder"].items() >= values["encoder"].items()
+
+
+def test_a_folder_of_a_static_encoder_goes_with_settings_of_static_encoders(tmp_path: Path) -> None:
+    (tmp_path / SETTINGS).touch()
+    name = f"encoder.name={tmp_path}"
+    RunConfig.resolve("astra", {}, [name, "encoder.position_decay=3", "encoder.residual=false"])
+    with pytest.raises(ConfigError, match=r"encoder\.pooling would have no effect"):
+        RunConfig.resolve("astra", {}, [name, "encoder.pooling=cls"])
 
 
 def test_folders_of_models_do_not_depend_on_the_working_directory(
