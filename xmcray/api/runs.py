@@ -65,7 +65,7 @@ def train(
     """
     # Settings are checked before torch is imported, so that a mistake is reported at once.
     check_method_name(method)
-    settings, base = run_settings(method, data, config, workers=workers, source=source)
+    settings, base = run_settings(method, data, config, workers=workers, source=source, out=out)
     from xmcray.data.corpus import Corpus
     from xmcray.progress import counting, watch_training
     from xmcray.training import launch
@@ -95,6 +95,7 @@ def run_settings(
     *,
     workers: int | None = None,
     source: Location | None = None,
+    out: Location | None = None,
 ) -> tuple[RunConfig, Run | None]:
     """All settings of a training, and the run that it goes on from.
 
@@ -104,6 +105,7 @@ def run_settings(
         config: as for `train`.
         workers: as for `train`.
         source: as for `train`.
+        out: as for `train`; a run there that has begun no longer needs its source.
     """
     values = merged(config)
     if workers is not None:
@@ -113,11 +115,16 @@ def run_settings(
     base = None
     if source is not None:
         from xmcray.data.corpus import Corpus
-        from xmcray.training.start import settings_from
+        from xmcray.training.start import begun_from, settings_from
 
-        base = Run.open(Path(source))
-        corpus = Corpus.open(os.fspath(data), verify=False)
-        values = configs.overlay(settings_from(base, method, corpus), values)
+        begun = None if out is None else begun_from(Path(out), Path(source))
+        if begun is None:
+            base = Run.open(Path(source))
+            corpus = Corpus.open(os.fspath(data), verify=False)
+            own_values = settings_from(base, method, corpus)
+        else:
+            base, own_values = begun
+        values = configs.overlay(own_values, values)
     return RunConfig.resolve(method, values), base
 
 

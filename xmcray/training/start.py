@@ -71,8 +71,7 @@ def settings_from(source: Run, method_name: str, corpus: Corpus) -> dict[str, An
             f"{source.path} was trained with {source.config.method_name}, which cannot go on as"
             f" {method_name}; name {source.config.method_name}, or train without --from"
         )
-    selection = source.path / SELECTION
-    config = Run.open(selection).config if selection.is_dir() else source.config
+    config = _first_config(source)
     old = open_corpus(source)
     # Some defaults depend on the number of labels. They are computed for the old number, because other
     # values would change the shapes of modules.
@@ -107,6 +106,31 @@ def settings_from(source: Run, method_name: str, corpus: Corpus) -> dict[str, An
             corpus.path,
         )
     return values
+
+
+def begun_from(path: Path, source: Path) -> tuple[Run, dict[str, Any]] | None:
+    """What a run that has begun needs of the run that it goes on from, which may be gone.
+
+    Args:
+        path: folder of the run.
+        source: folder of the run that it goes on from.
+    Returns:
+        The other run, of which path and id alone are right, and the settings of this one; None if it
+        has not begun, or goes on from elsewhere.
+    """
+    if not (path / "run.json").is_file():
+        return None
+    run = Run.open(path)
+    if run.start is None or run.start["run"] != str(source.absolute()):
+        return None
+    named = dataclasses.replace(run, path=source.absolute(), id=run.start["id"])
+    return named, _first_config(run).to_dict()
+
+
+def _first_config(run: Run) -> RunConfig:
+    """The settings that a run was started with: of a refit, those that chose its number of epochs."""
+    selection = run.path / SELECTION
+    return Run.open(selection).config if selection.is_dir() else run.config
 
 
 def write_start(path: Path, source: Run, config: RunConfig, corpus: Corpus) -> dict[str, Any]:

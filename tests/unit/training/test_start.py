@@ -238,6 +238,25 @@ def test_a_run_that_was_killed_ends_with_the_same_bytes(
         assert path.read_bytes() == other.read_bytes(), path
 
 
+@pytest.mark.parametrize("refit", ["", "--refit --set data.validation=0.2"])
+def test_a_run_that_has_begun_goes_on_without_the_run_it_came_from(
+    corpora: tuple[Corpus, Corpus], astra: Run, tmp_path: Path, refit: str
+) -> None:
+    source = tmp_path / "first"
+    shutil.copytree(astra.path, source)
+    train = command("astra", corpora[1], tmp_path / "b", f"--from {source} --no-evaluate {refit}")
+    assert run_command(train) == 0
+    run = Run.open(tmp_path / "b")
+    result = run.result()
+    (run.path / "result.json").unlink()
+    shutil.rmtree(source)
+    assert run_command(train) == 0
+    again = run.result()
+    assert result is not None
+    assert again is not None
+    assert (again["steps"], again["steps_here"]) == (result["steps"], 0)
+
+
 @pytest.mark.parametrize(
     ("method", "settings", "message"),
     [
