@@ -91,6 +91,7 @@ class Part:
     note: str = ""
 
 
+LOG_Q = "method.log_q=true"
 QUERIES_ALONE = ["data.augment_with_labels=false"]  # as in the presets of this set
 # The earliest training of this part: MiniLM's own dropout, and float32 states.
 SLOWER = [
@@ -115,6 +116,18 @@ LARGE: Mapping[str, list[str]] = {
     "dexml": [*QUERIES_ALONE, "method.columns=in_batch", "method.temperature=0.08"],
     "rae": [*QUERIES_ALONE, "method.temperature=0.08", *SLOWER],
 }
+LARGE_COMMON = [
+    NO_INDEX,
+    "encoder.dim=0",
+    "encoder.dropout=0",  # few epochs underfit
+    "encoder.autocast=bf16",
+    "optim.batch_size=256",
+    "optim.epochs=3",
+    "optim.lr=2e-4",
+    "optim.warmup_steps=60",
+    "optim.matmul=bf16",
+    "log.checkpoint_every=40",
+]
 PARTS = {
     "fine-tuned": Part(
         "cdnjs-keywords",
@@ -134,19 +147,16 @@ PARTS = {
     "large": Part(
         "msdocs-seealso",
         "fine-tuned",
-        [
-            NO_INDEX,
-            "encoder.dim=0",
-            "encoder.dropout=0",  # few epochs underfit
-            "encoder.autocast=bf16",
-            "optim.batch_size=256",
-            "optim.epochs=3",
-            "optim.lr=2e-4",
-            "optim.warmup_steps=60",
-            "optim.matmul=bf16",
-            "log.checkpoint_every=40",
-        ],
+        LARGE_COMMON,
         LARGE,
+    ),
+    # In-batch negatives are divided by the probability that they are in a batch.
+    "large-log-q": Part(
+        "msdocs-seealso",
+        "fine-tuned",
+        LARGE_COMMON,
+        {"dexml": [*LARGE["dexml"], LOG_Q]},
+        note=", logQ",
     ),
     # What the same tokens are worth to a static encoder.
     "static": Part("msdocs-seealso", STATIC, [], {method: [] for method in LARGE}),
@@ -160,6 +170,13 @@ PARTS = {
         ["optim.epochs=3", "encoder.separate_labels=false"],
         {"dexml": [], "rae": []},
         note=", one table",
+    ),
+    "static-shared-log-q": Part(
+        "msdocs-seealso",
+        STATIC,
+        ["optim.epochs=3", "encoder.separate_labels=false", LOG_Q],
+        {"dexml": [], "rae": []},
+        note=", one table, logQ",
     ),
     "frozen": Part(
         "sample",

@@ -81,8 +81,8 @@ CASES = {
     ),
     "renee, centroids": Case("renee", 1, 4, 100, ("method.init=centroids",)),
     "dexml": Case("dexml", 1, 4, 160),
-    # The fifth copy is k of each query.
-    "dexml, soft top k": Case("dexml", 1, 5, 720, ("method.loss=soft_top_k",)),
+    # The fifth copy is k of each query. After each of Newton's steps the host asks whether to stop.
+    "dexml, soft top k": Case("dexml", 14, 5, 600, ("method.loss=soft_top_k",)),
     "dexml, softmax": Case(
         "dexml", 1, 6, 170, ("method.loss=softmax", "method.num_positives=1", "method.dropout=0.2")
     ),
@@ -91,6 +91,8 @@ CASES = {
     "dexml, in batch": Case(
         "dexml", 1, 4, 130, ("method.columns=in_batch", "method.normalised=false")
     ),
+    # The fifth copy are the probabilities.
+    "dexml, logQ": Case("dexml", 1, 5, 170, ("method.columns=in_batch", "method.log_q=true")),
     # Mining sends the labels with the largest gradients to the host, and encodes twice.
     "dexml, cache": Case("dexml", 3, 11, 270, ("method.columns=cache", "method.cache_hard=8")),
     # Nine chunks of texts are encoded twice, and each counts the distinct rows of its tokens.
