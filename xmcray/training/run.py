@@ -27,7 +27,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
@@ -46,6 +46,9 @@ from xmcray.storage.manifest import MANIFEST
 from xmcray.storage.whole_files import read_json, write_json, write_text
 from xmcray.storage.work_folder import FolderKind, contents
 from xmcray.training.optim import OptimConfig
+
+if TYPE_CHECKING:
+    from xmcray.methods.base import MethodEntry
 
 MOST_WORKERS = 65_536
 _EXCHANGE_S = 300.0
@@ -233,28 +236,40 @@ class RunConfig:
             # No index is built for what no loss takes.
             negatives = dataclasses.replace(config.negatives, hard=0)
             config = dataclasses.replace(config, negatives=negatives)
-        if config.encoder.separate_labels and not entry.uses_label_texts:
+        config._check_encoder(entry)
+        return config if is_stored else config._of_new_run(entry)
+
+    def _check_encoder(self, entry: MethodEntry) -> None:
+        """Raises ConfigError for settings of the encoder that the method has no use for."""
+        if self.encoder.separate_labels and not entry.uses_label_texts:
             raise ConfigError(
-                f"encoder.separate_labels is for methods that encode label texts, and {method_name}"
+                f"encoder.separate_labels is for methods that encode label texts, and {self.method_name}"
                 " has a classifier row for each label; leave it out"
             )
-        if config.encoder.matryoshka and not entry.has_prefixes(config.method):
+        if self.encoder.matryoshka and not entry.has_prefixes(self.method):
             raise ConfigError(
-                f"encoder.matryoshka is set, but {method_name} with these settings compares more than"
-                " the encoder's own columns, expected astra, renee, or dexml without a cache; leave it"
-                " out"
+                f"encoder.matryoshka is set, but {self.method_name} with these settings compares more"
+                " than the encoder's own columns, expected astra, renee, or dexml without a cache; leave"
+                " it out"
             )
-        if not is_stored:
-            config = config.with_absolute_folders()
-            config.encoder.refuse_without_effect()
-            check_range("optim.stop_epoch", config.optim.stop_epoch, 0, config.optim.epochs)
-            if config.fusion not in (None, FusionConfig()) and not entry.uses_fusion(config.method):
-                raise ConfigError(
-                    f"fusion.text_weight is {config.fusion.text_weight:g}, but {method_name} with these"
-                    " settings answers by one cosine alone; leave it out"
-                )
-            if entry.needs_negatives(config.method):
-                config.refuse_positives_alone()
+
+    def _of_new_run(self, entry: MethodEntry) -> RunConfig:
+        """The settings as a new run records them.
+
+        Raises:
+            ConfigError: settings that earlier releases accepted, and that have no effect or no
+                meaning.
+        """
+        config = self.with_absolute_folders()
+        config.encoder.refuse_without_effect()
+        check_range("optim.stop_epoch", config.optim.stop_epoch, 0, config.optim.epochs)
+        if config.fusion not in (None, FusionConfig()) and not entry.uses_fusion(config.method):
+            raise ConfigError(
+                f"fusion.text_weight is {config.fusion.text_weight:g}, but {config.method_name} with"
+                " these settings answers by one cosine alone; leave it out"
+            )
+        if entry.needs_negatives(config.method):
+            config.refuse_positives_alone()
         return config
 
     def with_absolute_folders(self) -> RunConfig:
