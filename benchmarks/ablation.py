@@ -216,7 +216,7 @@ def base(name: str, overrides: Sequence[str]) -> RunConfig:
         f"encoder.name={data_sets.MINILM}",
         "encoder.frozen=true",
         f"encoder.vectors_folder={vectors}",  # made once for all trainings
-        *data_sets.NO_STATIC,
+        "encoder.bigram_buckets=0",
     ]
     return data_sets.preset(BASE, [*encoder, *overrides])
 

@@ -100,10 +100,6 @@ def in_minilm_tokens(name: str, model: str | None = None) -> Corpus | None:
     return prepared(f"{name}-minilm-32", DATA / name, tokenizer=model, max_len=32)
 
 
-# A transformer in place of the static encoder of a preset refuses the settings of that.
-NO_STATIC = ("encoder.bigram_buckets=0", "encoder.position_decay=0", "encoder.residual=true")
-
-
 def preset(name: str, overrides: Sequence[str] = (), method: str = "astra") -> RunConfig:
     """The committed preset for a data set, or the method's defaults, with a message.
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SETTINGS = "static.json"
 WEIGHTS = "model.safetensors"
-# Settings that have no effect on encoders of the other kind.
+# Settings that the other kind of encoder does not read.
 _OF_STATIC = ("idf", "residual", "position_decay", "bigram_buckets")
 _OF_TRANSFORMERS = ("pooling", "autocast")
 # Of a checkpoint of a transformer with adapters, next to its merged weights.
@@ -152,30 +152,16 @@ class EncoderConfig:
             is_set = self.init_share != 1
             self._refuse("init_share", is_set, "encoder.init_from to name a transformer")
 
-    def without_effect(self) -> dict[str, Any]:
-        """Settings of the other kind of encoder that are set, with their defaults."""
+    def without_effect(self) -> list[str]:
+        """Names of settings of the other kind of encoder that are set."""
         names: tuple[str, ...] = ()
-        if self.name == "static" or _kind_of(start_folder(self.name)) is not None:
-            # A folder of ours has its own settings of static encoders, in place of those here.
+        if self.name == "static":
             names = _OF_TRANSFORMERS
-        elif self.name not in ENCODERS:
+        # An encoder of ours in a folder has the settings that it was trained with.
+        elif self.name not in ENCODERS and _kind_of(start_folder(self.name)) is None:
             names = _OF_STATIC
-        defaults = {name: getattr(EncoderConfig(), name) for name in names}
-        return {name: value for name, value in defaults.items() if getattr(self, name) != value}
-
-    def refuse_without_effect(self) -> None:
-        """Raises ConfigError for settings of the other kind of encoder.
-
-        Earlier releases accepted them, so this is for new runs alone.
-        """
-        defaults = self.without_effect()
-        if defaults:
-            names = " and ".join(f"encoder.{name}" for name in defaults)
-            settings = [f"encoder.{name}={str(value).lower()}" for name, value in defaults.items()]
-            raise ConfigError(
-                f"encoder.name is {self.name!r}, for which {names} would have no effect; leave out, or"
-                f" set {' '.join(settings)}"
-            )
+        defaults = EncoderConfig()
+        return [name for name in names if getattr(self, name) != getattr(defaults, name)]
 
     def _refuse(self, setting: str, is_set: object, needs: str) -> None:
         """Raises ConfigError for a setting that would have no effect."""

@@ -112,6 +112,12 @@ def train(
     card = opened.card
     for warning in clipped(config, card.num_train, card.num_labels, num_without_text):
         logger.warning(warning)
+    unread = config.without_effect()
+    if unread:
+        logger.warning(
+            f"no effect with encoder.name={config.encoder.name} and these settings:"
+            f" {', '.join(unread)}"
+        )
     if config.encoder.side == "mix" and card.side_width:
         _warn_of_noise(TrainingData(opened, config.data))
     with locked(path, RUN_FOLDER):

@@ -39,7 +39,7 @@ from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError, XmcrayError, readable
 from xmcray.methods.registry import method_entry
 from xmcray.negatives.plan import NegativesConfig
-from xmcray.nn.encoder import ENCODERS, EncoderConfig
+from xmcray.nn.encoder import EncoderConfig
 from xmcray.nn.heads import FusionConfig
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.storage.manifest import MANIFEST
@@ -237,7 +237,11 @@ class RunConfig:
             negatives = dataclasses.replace(config.negatives, hard=0)
             config = dataclasses.replace(config, negatives=negatives)
         config._check_encoder(entry)
-        return config if is_stored else config._of_new_run(entry)
+        if not is_stored:
+            check_range("optim.stop_epoch", config.optim.stop_epoch, 0, config.optim.epochs)
+            if entry.needs_negatives(config.method):
+                config.refuse_positives_alone()
+        return config
 
     def _check_encoder(self, entry: MethodEntry) -> None:
         """Raises ConfigError for settings of the encoder that the method has no use for."""
@@ -253,38 +257,13 @@ class RunConfig:
                 " it out"
             )
 
-    def _of_new_run(self, entry: MethodEntry) -> RunConfig:
-        """The settings as a new run records them.
-
-        Raises:
-            ConfigError: settings that earlier releases accepted, and that have no effect or no
-                meaning.
-        """
-        config = self.with_absolute_folders()
-        config.encoder.refuse_without_effect()
-        check_range("optim.stop_epoch", config.optim.stop_epoch, 0, config.optim.epochs)
-        if config.fusion not in (None, FusionConfig()) and not entry.uses_fusion(config.method):
-            raise ConfigError(
-                f"fusion.text_weight is {config.fusion.text_weight:g}, but {config.method_name} with"
-                " these settings answers by one cosine alone; leave it out"
-            )
-        if entry.needs_negatives(config.method):
-            config.refuse_positives_alone()
-        return config
-
-    def with_absolute_folders(self) -> RunConfig:
-        """The same settings, in which folders of models have absolute paths.
-
-        Workers, and a command that goes on with the run, may have another working directory.
-        """
-        encoder = dataclasses.replace(
-            self.encoder,
-            name=_absolute_folder(self.encoder.name),
-            init_from=_absolute_folder(self.encoder.init_from),
-        )
-        teacher = _absolute_folder(self.negatives.teacher)
-        negatives = dataclasses.replace(self.negatives, teacher=teacher)
-        return dataclasses.replace(self, encoder=encoder, negatives=negatives)
+    def without_effect(self) -> list[str]:
+        """Names of settings that are set, and that nothing reads with the other settings."""
+        names = [f"encoder.{name}" for name in self.encoder.without_effect()]
+        uses_fusion = method_entry(self.method_name).uses_fusion(self.method)
+        if self.fusion not in (None, FusionConfig()) and not uses_fusion:
+            names.append("fusion.text_weight")
+        return names
 
     def refuse_positives_alone(self) -> None:
         """Raises ConfigError if no epoch has a negative."""
@@ -489,9 +468,7 @@ def open_or_create(
         raise RunError(f"{path} was started {first_run}; say so again or choose another --out")
     if run.corpus_sha256 != corpus.sha256:
         raise RunError(f"{path} was trained on another corpus ({run.corpus}); choose another --out")
-    # An earlier release may have started it, which kept relative paths.
-    before = run.config.with_absolute_folders()
-    for change in sorted(configs.differences(before.to_dict(), config.to_dict())):
+    for change in sorted(configs.differences(run.config.to_dict(), config.to_dict())):
         # Where a run trains and what it records may change; they change the result by rounding alone.
         if not change.startswith(("cluster.", "log.")):
             raise RunError(
@@ -499,12 +476,6 @@ def open_or_create(
             )
     run.write_config()
     return dataclasses.replace(run, config=config)
-
-
-def _absolute_folder(name: str) -> str:
-    """The absolute path of a folder; another name, such as a hub id, as it is."""
-    is_folder = name not in ("", *ENCODERS) and Path(name).is_dir()
-    return str(Path(name).absolute()) if is_folder else name
 
 
 def refuse_contents(path: Path) -> None:

@@ -78,11 +78,7 @@ def settings_from(source: Run, method_name: str, corpus: Corpus) -> dict[str, An
     in_force = method_entry(config.method_name).in_force
     method = in_force(config.method, old.card.num_labels)
     encoder = dataclasses.replace(
-        config.encoder,
-        init_from="",
-        init_vectors="distilled",
-        init_share=1.0,
-        **config.encoder.without_effect(),
+        config.encoder, init_from="", init_vectors="distilled", init_share=1.0
     )
     values = dataclasses.replace(config, method=method, encoder=encoder).to_dict()
     num_old = old.card.num_train
@@ -205,11 +201,7 @@ def _start_sha256(folder: Path) -> str:
 
 def _check_settings(source: Run, config: RunConfig) -> None:
     """Raises ConfigError if a setting changed that decides what the trained tensors mean."""
-    encoder = source.config.encoder
-    # Earlier releases accepted settings that are refused now.
-    encoder = dataclasses.replace(encoder, **encoder.without_effect())
-    before = dataclasses.replace(source.config, encoder=encoder).with_absolute_folders()
-    for change in configs.differences(before.to_dict(), config.to_dict()):
+    for change in configs.differences(source.config.to_dict(), config.to_dict()):
         is_encoder = change.startswith("encoder.") and not change.startswith(_FREE_SETTINGS)
         if is_encoder or change.startswith("optim.precision"):
             raise ConfigError(

@@ -172,14 +172,6 @@ def test_settings_of_the_memory_are_checked_before_the_training() -> None:
         RunConfig.resolve("rae", {}, ["method.hard_per_query=0"])
 
 
-@pytest.mark.parametrize("one", ["balance=0", "balance=1", "answer_by=text"])
-def test_a_weight_of_two_cosines_is_refused_where_there_is_one(one: str) -> None:
-    RunConfig.resolve("unidec", {}, [f"method.{one}", "fusion.text_weight=0.5"])
-    message = r"fusion\.text_weight is 0\.3, but unidec with these settings answers by one cosine"
-    with pytest.raises(ConfigError, match=message):
-        RunConfig.resolve("unidec", {}, [f"method.{one}", "fusion.text_weight=0.3"])
-
-
 def test_sections_of_answers_have_one_name_everywhere() -> None:
     with_memory = RunConfig.resolve("rae", {}, ["memory.weight=0.3"])
     fused = RunConfig.resolve("unidec", {}, ["fusion.text_weight=0.3"])

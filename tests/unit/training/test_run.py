@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from xmcray import config as configs
 from xmcray.errors import ConfigError, RunError
 from xmcray.nn.encoder import SETTINGS
 from xmcray.storage.whole_files import aside
@@ -102,54 +100,29 @@ def test_a_run_of_an_earlier_release_opens_with_epochs_that_are_refused_now(
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("method", "settings", "unread"),
     [
+        ("astra", ["encoder.position_decay=3", "encoder.idf=false"], []),
         (
+            "astra",
             ["encoder.name=owner/model", "encoder.residual=false", "encoder.bigram_buckets=7"],
-            "encoder.name is 'owner/model', for which encoder.residual and encoder.bigram_buckets would"
-            " have no effect; leave out, or set encoder.residual=true encoder.bigram_buckets=0",
+            ["encoder.residual", "encoder.bigram_buckets"],
         ),
-        (["encoder.name=owner/model", "encoder.idf=false"], "set encoder.idf=true"),
-        (["encoder.name=owner/model", "encoder.position_decay=1"], "encoder.position_decay=0.0"),
-        (["encoder.pooling=cls"], "encoder.name is 'static', for which encoder.pooling would"),
-        (["encoder.autocast=bf16"], "set encoder.autocast=auto"),
+        ("astra", ["encoder.pooling=cls"], ["encoder.pooling"]),
+        ("unidec", ["fusion.text_weight=0.3"], []),
+        ("unidec", ["fusion.text_weight=0.3", "method.balance=1"], ["fusion.text_weight"]),
     ],
 )
-def test_settings_of_the_other_kind_of_encoder_are_refused(
-    settings: list[str], message: str
+def test_settings_that_nothing_reads_are_named(
+    method: str, settings: list[str], unread: list[str]
 ) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        RunConfig.resolve("astra", {}, settings)
-    values = configs.merge({}, settings)
-    stored = RunConfig.resolve("astra", values, is_stored=True)
-    assert stored.to_dict()["encoder"].items() >= values["encoder"].items()
+    assert RunConfig.resolve(method, {}, settings).without_effect() == unread
 
 
-def test_a_folder_of_a_static_encoder_goes_with_settings_of_static_encoders(tmp_path: Path) -> None:
+def test_a_folder_of_a_static_encoder_has_settings_of_its_own(tmp_path: Path) -> None:
     (tmp_path / SETTINGS).touch()
-    name = f"encoder.name={tmp_path}"
-    RunConfig.resolve("astra", {}, [name, "encoder.position_decay=3", "encoder.residual=false"])
-    with pytest.raises(ConfigError, match=r"encoder\.pooling would have no effect"):
-        RunConfig.resolve("astra", {}, [name, "encoder.pooling=cls"])
-
-
-def test_folders_of_models_do_not_depend_on_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("model", "teacher", "static"):
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path)
-    teacher = ["negatives.teacher=teacher", "negatives.max_relative_score=0.9"]
-    relative = ["encoder.name=model", *teacher]
-    run = start(tmp_path / "run", *relative)
-    assert run.config.encoder.name == str(tmp_path / "model")
-    assert run.config.negatives.teacher == str(tmp_path / "teacher")
-    kept = RunConfig.resolve("astra", {}, ["encoder.init_from=owner/name"]).encoder
-    assert (kept.name, kept.init_from) == ("static", "owner/name")
-    # Earlier releases kept relative paths.
-    file = run.path / "run.json"
-    file.write_text(file.read_text().replace(f"{tmp_path}/model", "model"))
-    assert start(tmp_path / "run", *relative).config == run.config
+    config = RunConfig.resolve("astra", {}, [f"encoder.name={tmp_path}", "encoder.residual=false"])
+    assert config.without_effect() == []
 
 
 def test_runs_may_share_the_vectors_of_a_frozen_encoder(tmp_path: Path) -> None:
