@@ -192,13 +192,16 @@ def _swap(
     _, wanted = open_artifact(after, KIND, contents=False)
     reader = text_of(token_file)
     with Client(url, token_file=reader, admin_token_file=text_of(admin_token_file)) as client:
-        models = [info for info in client.models() if model in (None, info.model)]
+        all_models = client.models()
+        models = [info for info in all_models if model in (None, info.model)]
         if not models:
             raise ConfigError(f"{url} has no model {model!r}; name one of its own")
         served = models[0]
         # A compaction differs by operations that the server applies to the next bundle, too.
         versions = {served.version, served.compacted_from}
-        if wanted.sha256 in versions:
+        # The compaction itself may be asked to give way to the bundle that it was made of.
+        is_old_served = manifest.sha256 == served.version != wanted.sha256
+        if wanted.sha256 in versions and not is_old_served:
             return served.version, 0
         if manifest.sha256 not in versions:
             raise BundleError(
@@ -206,7 +209,7 @@ def _swap(
                 f" ({manifest.sha256[:12]}); name the one in use as OLD"
             )
         num_annotated = 0
-        if carries:
+        if carries and all(info.version != wanted.sha256 for info in all_models):
             # Not earlier: a bundle that is served must not change.
             num_annotated = carry_attributes(before, after)
             _, wanted = open_artifact(after, KIND, contents=False)

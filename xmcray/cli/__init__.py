@@ -180,7 +180,8 @@ def _refuse_bytes(arguments: Sequence[str]) -> None:
             argument.encode()
         except UnicodeEncodeError:
             raise ConfigError(
-                f"argument {argument[:80]!a} is not UTF-8, expected text; write it anew"
+                f"argument {argument[:80]!a} is not UTF-8, expected text; rename the file, or"
+                " type the text again"
             ) from None
 
 

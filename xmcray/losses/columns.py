@@ -216,8 +216,9 @@ def _solve(score_RU: Tensor, k_R: Tensor, alpha: float) -> Tensor:
 
         moved_R = (next_R - threshold_R).abs()
         threshold_R = next_R
-        # The sums are the same on every rank, so all ranks leave together.
-        if bool((moved_R <= rounding * (threshold_R.abs() + 1 / alpha)).all()):
+        # Ranks may round differently, and must leave together.
+        is_moving_R = moved_R > rounding * (threshold_R.abs() + 1 / alpha)
+        if not collectives.sum_over_ranks(is_moving_R.sum()):
             break
     return threshold_R
 

@@ -17,6 +17,7 @@ ANCE) or from a cache of all label vectors ("cache").
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -170,10 +171,13 @@ class Dexml(DualEncoder):
         self.cache: EmbeddingCache | None = None
         if config.columns == "cache":
             self.cache = EmbeddingCache(context)
-        self.in_batch: BatchProbability | None = None
         if config.log_q:
             check_log_q(context.negatives)
-            self.in_batch = BatchProbability.of(context.data, config.num_positives)
+
+    @functools.cached_property
+    def in_batch(self) -> BatchProbability:
+        """For `log_q`; read by the first batch, because an export needs none."""
+        return BatchProbability.of(self.context.data, self.config.num_positives)
 
     def start(self) -> None:
         """Fills the cache with the vectors of all labels."""
@@ -350,7 +354,7 @@ class Dexml(DualEncoder):
             stop = pool.first + pool.num_columns
             keep_UD = self._keep_mask("labels", batch.step, pool.first, stop)
         log_q_U = None
-        if self.in_batch is not None:
+        if self.config.log_q:
             log_q_U = self.in_batch.log_of_labels(pool.own, len(batch.query_ids))
         return ScoredPool(pool, pool.positives(positives, batch), skipped, k_G, keep_UD, log_q_U)
 

@@ -22,6 +22,8 @@ from xmcray.negatives.plan import NegativesConfig
 from xmcray.types import Float64Array, Int64Array, spans
 
 _READ_AT_ONCE = 200_000
+# A label of the pool was drawn, so this is one of a query with a thousand positives.
+_FEWEST_DRAWS = 1e-3
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,13 @@ class BatchProbability:
     def log_of_labels(self, label_ids: Int64Array, batch_size: int) -> Tensor:
         """float64 [U], on the host, for labels that occur in an epoch.
 
+        Close as long as a batch is a small part of an epoch, or all positives are drawn.
+
         Args:
             label_ids: int64 [U], internal ids.
             batch_size: G, queries of the batch.
         """
-        draws_U = self.draws_L[label_ids]
+        draws_U = np.maximum(self.draws_L[label_ids], _FEWEST_DRAWS)
         if batch_size >= self.num_queries:
             return torch.zeros(len(draws_U), dtype=torch.float64)
         log_miss = math.log1p(-batch_size / self.num_queries)

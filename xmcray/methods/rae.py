@@ -14,6 +14,7 @@ training uses the labels alone (lambda = 0), because the memory would have to be
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -104,10 +105,13 @@ class Rae(DualEncoder):
     def __init__(self, config: RaeConfig, context: MethodContext) -> None:
         super().__init__("rae", context, NormalisedHead(context.dim))
         self.config = config
-        self.in_batch: BatchProbability | None = None
         if config.log_q:
             check_log_q(context.negatives)
-            self.in_batch = BatchProbability.of(context.data, num_positives=1)
+
+    @functools.cached_property
+    def in_batch(self) -> BatchProbability:
+        """For `log_q`; read by the first batch, because an export needs none."""
+        return BatchProbability.of(self.context.data, num_positives=1)
 
     def prepare(self, batch: Batch, shortlist: Shortlist | None) -> RaeInputs:
         """Draws one positive per query, and collects columns and pairs."""
@@ -135,7 +139,7 @@ class Rae(DualEncoder):
 
     def _log_q(self, batch: Batch, pool: LabelPool) -> Tensor | None:
         """`log_q_U` of `RaeInputs`."""
-        if self.in_batch is None:
+        if not self.config.log_q:
             return None
         batch_size = len(batch.query_ids)
         log_q_U = self.in_batch.log_of_labels(pool.own, batch_size)

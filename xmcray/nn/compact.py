@@ -54,6 +54,8 @@ def compacted(encoder: Encoder, precision: str) -> Encoder:
     try:
         with torch.inference_mode():
             encoder(Ragged.from_rows([[0]]))
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:  # an operation that torch does not have in bfloat16
         raise ConfigError(
             f"encoder 'bfloat16': this model does not compute in it ({one_line(error, 120)});"

@@ -24,6 +24,7 @@ from xmcray.parallel.transfers import to_device
 from xmcray.types import Int64Array
 
 NAME = "xmcray_packed"
+ANY_LENGTH = np.iinfo(np.int64).max
 _TOLERANCE = 1e-4
 _UNSUPPORTED = (TypeError, ValueError, KeyError, RuntimeError, IndexError, AttributeError)
 
@@ -76,7 +77,7 @@ def longest_text(model: Any) -> int:
     """Tokens up to which a text lies within every attention window of the model."""
     # Attention does not see which layers have a window, so texts beyond it are padded instead.
     window = getattr(model.config, "sliding_window", None)
-    return int(window or np.iinfo(np.int64).max)
+    return int(window or ANY_LENGTH)
 
 
 def means(state_TH: Tensor, lengths: Int64Array, weighted: bool = False) -> Tensor:

@@ -222,7 +222,8 @@ def carry_attributes(old: str | Path, new: str | Path) -> int:
         )
     labels = Retriever.load(old_folder).labels
     attributes = read_attributes(old_folder, labels.settings, labels.removed)
-    with open_for_change(new, None) as target:
+    # A link stays one, and its folder is changed.
+    with open_for_change(Path(new).resolve(), None) as target:
         retriever = target.retriever
         new_index = UidIndex(retriever.labels)
         rows: dict[int, dict[str, Scalar]] = {}

@@ -32,8 +32,10 @@ from xmcray.storage.whole_files import exchange, publish
 def refuse_existing(destination: str | Path) -> None:
     """Raises StorageError if something is already there: good data is never overwritten."""
     check_path(destination)
+    advice = "remove it or choose another --out"
     if is_url(destination):
         exists = bool(_names_at(str(destination)))
+        advice = f"{advice} (an interrupted upload leaves files without a {MANIFEST})"
     else:
         path = Path(destination)
         exists = any(path.iterdir()) if path.is_dir() else path.exists()
@@ -52,9 +54,7 @@ def refuse_existing(destination: str | Path) -> None:
                 f"{destination} cannot be written: {nearest} is a file; choose another --out"
             )
     if exists:
-        raise StorageError(
-            f"{destination} exists and is not empty; remove it or choose another --out"
-        )
+        raise StorageError(f"{destination} exists and is not empty; {advice}")
 
 
 def _names_at(url: str) -> set[str]:

@@ -67,10 +67,9 @@ class Verdict:
 
     @property
     def accepted(self) -> bool:
-        """Whether the new bundle is not worse: the interval of the difference is above -margin, and
-        there are enough queries for it.
-        """
-        return self.row.low > -self.margin and self.num_queries >= min_queries(self.margin)
+        """Whether the new bundle is better, or not worse by the margin on enough queries."""
+        is_not_worse = self.row.low > -self.margin
+        return self.row.low > 0 or (is_not_worse and self.num_queries >= min_queries(self.margin))
 
     def check(self) -> None:
         """Raises NotPromotedError unless the new bundle is accepted."""
@@ -94,7 +93,7 @@ class Verdict:
         if self.row.high < 0:
             return "keep the old one"
         # There are too few queries to tell.
-        return "test with more queries (--last), or keep the old one"
+        return "test with more queries (--last) or a wider --margin, or keep the old one"
 
 
 def min_queries(margin: float) -> int:
