@@ -130,7 +130,8 @@ class StallAlarm:
             if waited_s < self._stall_s:
                 continue
             place = place_of(sys._current_frames().get(self._watched))
-            if place is None or place in self._named:
+            is_leaving = self._closing.is_set()
+            if place is None or place in self._named or is_leaving:
                 continue
             self._named.add(place)
             self._say(

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bundles import TEXTS, write_bundle_of
-from shell import Shell
 
 from xmcray.data import checked_files
 from xmcray.errors import BundleError
@@ -99,7 +98,3 @@ def test_uids_of_one_hash_are_told_apart(bundle: Path, monkeypatch: pytest.Monke
     labels = Retriever.load(bundle).labels
     index = UidIndex(labels)
     assert index.ids_of(["u12", "u34", "u6", "v6"], labels) == {"u12": 12, "u34": 34, "u6": 6}
-
-
-def test_an_argument_that_is_no_text_is_one_line(bundle: Path, shell: Shell) -> None:
-    assert "is not in" in shell.error(f"labels remove {bundle}", "\udcff")
