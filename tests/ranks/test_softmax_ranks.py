@@ -138,8 +138,11 @@ def test_soft_top_k_sums_to_k_and_has_the_gradient_of_its_definition() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 20.0, 1000.0])
-@pytest.mark.parametrize("k", [1.0, 3.0, 5.0, 50.0])
-def test_soft_top_k_sums_to_k_over_scores_in_distant_clusters(k: float, scale: float) -> None:
+@pytest.mark.parametrize("k", [1.0, 3.0, 5.0, 50.0, 100.0])
+@pytest.mark.parametrize("alpha", [0.05, 5.0])
+def test_soft_top_k_sums_to_k_over_scores_in_distant_clusters(
+    alpha: float, k: float, scale: float
+) -> None:
     # Between two clusters the sum hardly changes with the threshold, and Newton's steps are wild.
     query_GD = torch.ones(2, 1, dtype=torch.float64)
     near_U1 = torch.linspace(0.99, 1.01, 2, dtype=torch.float64)[:, None]
@@ -150,13 +153,71 @@ def test_soft_top_k_sums_to_k_over_scores_in_distant_clusters(k: float, scale: f
     skipped = Pairs(torch.tensor([0]), torch.tensor([50]))
 
     threshold_G = columns.top_k_threshold(
-        query_GD, column_UD, skipped, k_G, alpha=5.0, scale=scale, widest=102
+        query_GD, column_UD, skipped, k_G, alpha, scale, widest=102
     )
 
     score_GU = scale * query_GD @ column_UD.T
     score_GU[skipped.rows, skipped.columns] = -torch.inf
-    selected_GU = torch.sigmoid(5.0 * (score_GU + threshold_G[:, None]))
+    selected_GU = torch.sigmoid(alpha * (score_GU + threshold_G[:, None]))
     torch.testing.assert_close(selected_GU.sum(dim=1), k_G, atol=0, rtol=1e-12)
+
+
+def threshold_on_rank(scale: float) -> tuple[Any, Any, Any]:
+    """The threshold of k = 5 for 5 columns at 0.8 and 100 at -0.2, with its gradient by this rank's columns."""
+    column_U1 = torch.tensor([0.8] * 5 + [-0.2] * 100)[:, None]
+    part = LabelPartition(len(column_U1), collectives.num_ranks(), collectives.rank())
+    own_U1 = column_U1[part.start : part.stop].clone().requires_grad_()
+    query_11 = torch.ones(1, 1)
+    k_1 = torch.tensor([5.0])
+    threshold_1 = columns.top_k_threshold(
+        query_11, own_U1, NONE, k_1, alpha=2.0, scale=scale, widest=len(column_U1)
+    )
+    threshold_1.sum().backward()
+    assert own_U1.grad is not None
+    return 0, threshold_1.detach().numpy(), own_U1.grad[:, 0].numpy()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("scale", [20.0, 60.0])
+def test_soft_top_k_balances_both_sides_of_a_wide_gap(scale: float, num_ranks: int) -> None:
+    # In float32 the sum rounds to 5 for every threshold in the gap.
+    _, threshold_R, grad_U = over_ranks(threshold_on_rank, num_ranks, scale)
+
+    # 5 exp(-2 (0.8 scale + t)) = 100 exp(2 (-0.2 scale + t))
+    expected = -scale * 0.3 - math.log(100 / 5) / 4
+    np.testing.assert_allclose(threshold_R, expected, rtol=1e-6)
+    # Each side has half of the slope, and every rank has asked for the gradient.
+    by_column = -scale * num_ranks * np.repeat([0.5 / 5, 0.5 / 100], [5, 100])
+    np.testing.assert_allclose(grad_U, by_column, rtol=1e-3)
+
+
+def test_soft_top_k_has_a_finite_gradient_where_all_slopes_are_tiny() -> None:
+    column_UD = torch.tensor([[1.0], [0.9], [-0.5]], requires_grad=True)
+    k_G = torch.tensor([2.0])
+
+    # The slopes are about exp(-81): a gradient of 58,000 divided by them would be infinite.
+    threshold_G = columns.top_k_threshold(
+        torch.ones(1, 1), column_UD, NONE, k_G, alpha=2.0, scale=58.0, widest=3
+    )
+    (1e3 * threshold_G).sum().backward()
+
+    assert column_UD.grad is not None
+    torch.testing.assert_close(column_UD.grad.sum().item(), -58e3, rtol=1e-5, atol=0)
+
+
+def test_soft_top_k_has_no_gradient_for_a_query_without_columns() -> None:
+    column_UD = torch.ones(1, 3, requires_grad=True)
+    skipped = Pairs(torch.tensor([0]), torch.tensor([0]))
+    k_G = torch.tensor([0.5])
+
+    threshold_G = columns.top_k_threshold(
+        torch.ones(1, 3), column_UD, skipped, k_G, alpha=2.0, scale=4.0, widest=1
+    )
+    threshold_G.sum().backward()
+
+    assert threshold_G.isfinite().all()
+    assert column_UD.grad is not None
+    assert not column_UD.grad.any()
 
 
 def test_soft_top_k_keeps_the_type_of_the_scores() -> None:

@@ -4,6 +4,9 @@ The columns (vectors of labels, and of other queries) are split over ranks; the 
 queries are on every rank. Scores exist only in blocks, in the forward pass and again in the
 backward pass. With these numbers and the scores of listed pairs (losses/pairs.py), the loss of a
 rank is a sum over its own pairs, and the sum over ranks is the loss.
+
+Letters of axes: G queries of all ranks, R of them in a block; U columns of this rank, C of them in
+a block; D dimensions. F queries of a block are polished.
 """
 
 from __future__ import annotations
@@ -12,14 +15,16 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from xmcray.losses.pairs import Pairs
 from xmcray.parallel import collectives
 from xmcray.parallel.transfers import to_device
 
-BLOCK_FLOATS = 1 << 23  # scores that are in memory at a time
-_MOST_STEPS = 60  # of Newton's method, which needs up to 30 for scores in distant clusters
+BLOCK_FLOATS = 1 << 23  # scores in a block; a few arrays of this size are in memory at a time
+_MOST_STEPS = 60  # of Newton's method, which needs up to 40 for scores in distant clusters
+_FLAT = 0.01  # sum of z (1 - z) below which a threshold is polished
 
 
 def log_sum_exp(
@@ -29,7 +34,7 @@ def log_sum_exp(
     scale: float,
     log_q_U: Tensor | None = None,
 ) -> Tensor:
-    """log sum_c exp(scale * <q_i, c>) / Q(c) over the columns of all ranks; collective.
+    """log sum_c (exp(scale * <q_i, c>) / Q(c)) over the columns of all ranks; collective.
 
     Args:
         query_GD: All queries, the same on every rank.
@@ -58,13 +63,15 @@ def top_k_threshold(
 ) -> Tensor:
     """t_i such that sum_c sigmoid(alpha * (scale * <q_i, c> + t_i)) = k_i; collective.
 
-    The sum is over the columns of all ranks. Source: DEXML, Eq. 6.
+    The sum is over the columns of all ranks. The threshold is added to the scores: a column with a
+    score of -t_i has a sigmoid of 0.5. Source: DEXML, Eq. 6.
 
     Args:
         query_GD: All queries, the same on every rank.
         column_UD: This rank's columns, possibly none.
         skipped: Pairs that do not count, on the host, columns local to this rank.
-        k_G: For each query, less than the number of its columns that count; on the host.
+        k_G: For each query, above 0 and less than the number of its columns that count; it may be a
+            fraction; on the host.
         alpha: Steepness.
         scale: 1 / temperature.
         widest: Most columns of any rank. Ranks meet for each block of queries, so all of them must
@@ -93,9 +100,7 @@ class _LogSumExp(torch.autograd.Function):
         own_G = query_GD.new_full((len(query_GD),), -torch.inf)
         for _, _, score_GC in _column_blocks(query_GD, column_UD, skipped, scale, log_q_U):
             own_G = torch.logaddexp(own_G, score_GC.logsumexp(dim=1))
-        # Logarithms cannot be summed by an all-reduce, so every rank gets all of them.
-        own_RG = collectives.gather_equal(own_G)
-        all_G = own_RG.logsumexp(dim=0)
+        all_G = _log_sum_over_ranks(own_G)
         ctx.save_for_backward(query_GD, column_UD, all_G)
         ctx.skipped = skipped
         ctx.scale = scale
@@ -146,7 +151,8 @@ class _Threshold(torch.autograd.Function):
         thresholds = []
         for start, score_RU in _row_blocks(query_GD, column_UD, skipped, scale, height):
             k_R = k_G[start : start + len(score_RU)]
-            thresholds.append(_solve(score_RU, k_R, alpha))
+            threshold_R, slope_R = _solve(score_RU, k_R, alpha)
+            thresholds.append(_polished(score_RU, threshold_R, slope_R, alpha))
         threshold_G = torch.cat(thresholds)
         ctx.save_for_backward(query_GD, column_UD, threshold_G)
         ctx.skipped = skipped
@@ -158,7 +164,7 @@ class _Threshold(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query_GD, column_UD, threshold_G = ctx.saved_tensors
-        # As for the sum above: each rank knows the gradient of its own pairs only.
+        # As in _LogSumExp: each rank knows the gradient of its own pairs only.
         grad_G = grads[0].contiguous().clone()
         collectives.sum_over_ranks(grad_G)
         grad_query_GD = torch.empty_like(query_GD)
@@ -167,20 +173,22 @@ class _Threshold(torch.autograd.Function):
         for start, score_RU in blocks:
             stop = start + len(score_RU)
             rows = slice(start, stop)
-            shifted_RU = score_RU + threshold_G[rows, None]
-            z_RU = torch.sigmoid(ctx.alpha * shifted_RU)
-            slope_RU = z_RU * (1 - z_RU)
+            x_RU = score_RU.add_(threshold_G[rows, None]).mul_(ctx.alpha)
+            # z (1 - z) by the smaller of both factors: 1 - z is lost where z rounds to 1.
+            small_RU = x_RU.abs_().neg_().sigmoid_()
+            slope_RU = small_RU.sub_(small_RU.square())
             sum_R = collectives.sum_over_ranks(slope_RU.sum(dim=1))
-            # If all sigmoids are saturated, every slope is 0, and so is the gradient.
-            sum_R = sum_R.clamp_min(torch.finfo(z_RU.dtype).tiny)
-            factor_R = -ctx.scale * grad_G[rows] / sum_R
-            grad_RU = slope_RU.mul_(factor_R[:, None])
+            # If all slopes have rounded to 0, so does the gradient.
+            sum_R = sum_R.clamp_min(torch.finfo(sum_R.dtype).tiny)
+            # Divided first: a gradient divided by a tiny sum would be infinite.
+            share_RU = slope_RU.div_(sum_R[:, None])
+            grad_RU = share_RU.mul_(-ctx.scale * grad_G[rows, None])
             torch.mm(grad_RU, column_UD, out=grad_query_GD[rows])
             grad_column_UD.addmm_(grad_RU.T, query_GD[rows])
         return grad_query_GD, grad_column_UD, None, None, None, None, None
 
 
-def _solve(score_RU: Tensor, k_R: Tensor, alpha: float) -> Tensor:
+def _solve(score_RU: Tensor, k_R: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     """Thresholds of some queries by Newton's method inside a bracket; collective.
 
     Newton is applied to the logarithm of the sum, which is all but linear below the threshold: from
@@ -191,23 +199,28 @@ def _solve(score_RU: Tensor, k_R: Tensor, alpha: float) -> Tensor:
         score_RU: Scores with this rank's columns; -inf for skipped ones.
         k_R: Sum of the sigmoids over the columns of all ranks, for each query.
         alpha: Steepness.
+
+    Returns:
+        The threshold [R], and there the sum of z (1 - z) [R] over the columns of all ranks.
     """
     low_R, high_R = _bracket(score_RU, alpha)
     threshold_R = low_R
     z_RU = torch.empty_like(score_RU)
     rounding = 4 * torch.finfo(score_RU.dtype).eps
     for _ in range(_MOST_STEPS):
-        shift_R = alpha * threshold_R
-        torch.add(shift_R[:, None], score_RU, alpha=alpha, out=z_RU).sigmoid_()
-        sum_R, squares_R = _sums_over_ranks(z_RU)
-        slope_R = alpha * (sum_R - squares_R)  # d sigmoid(alpha x) / dx = alpha z (1 - z)
+        # alpha * (score + threshold), without an array for the sum in brackets.
+        shift_R1 = (alpha * threshold_R)[:, None]
+        torch.add(shift_R1, score_RU, alpha=alpha, out=z_RU).sigmoid_()
+        sum_R, squares_R = _sum_and_squares(z_RU)
+        slope_R = sum_R - squares_R
 
         # The sum rises with the threshold.
         too_low_R = sum_R < k_R
         low_R = torch.where(too_low_R, threshold_R, low_R)
         high_R = torch.where(too_low_R, high_R, threshold_R)
 
-        newton_R = threshold_R + (k_R / sum_R).log() * sum_R / slope_R
+        # d log(sum) / dt = alpha * slope / sum
+        newton_R = threshold_R + (k_R / sum_R).log() * sum_R / (alpha * slope_R)
         inside_R = (newton_R >= low_R) & (newton_R <= high_R)
         next_R = torch.where(inside_R, newton_R, (low_R + high_R) / 2)
         # A solved query stays where it is: from there on, steps are noise.
@@ -216,15 +229,50 @@ def _solve(score_RU: Tensor, k_R: Tensor, alpha: float) -> Tensor:
 
         moved_R = (next_R - threshold_R).abs()
         threshold_R = next_R
-        # Ranks may round differently, and must leave together.
         is_moving_R = moved_R > rounding * (threshold_R.abs() + 1 / alpha)
+        # Processors of different kinds round differently, and all ranks must leave together.
         if not collectives.sum_over_ranks(is_moving_R.sum()):
             break
-    return threshold_R
+    return threshold_R, slope_R
+
+
+def _polished(score_RU: Tensor, threshold_R: Tensor, slope_R: Tensor, alpha: float) -> Tensor:
+    """The thresholds, exact also for queries whose k best columns are far ahead of the rest; collective.
+
+    For them the sum rounds to k anywhere in the gap. What the k best lack to 1 and what the rest
+    have above 0 must balance, and these small numbers do not round away. The logarithm of each is
+    all but linear in the threshold, with a slope of alpha and -alpha, so two steps are enough.
+
+    Args:
+        score_RU: Scores with this rank's columns; -inf for skipped ones.
+        threshold_R: At which the sum of z rounds to k.
+        slope_R: Sum of z (1 - z) there.
+        alpha: Steepness.
+    """
+    # All ranks must polish the same queries.
+    votes_R = collectives.sum_over_ranks((slope_R < _FLAT).int())
+    flat_F = votes_R.nonzero().flatten()
+    if not len(flat_F):
+        return threshold_R
+    score_FU = score_RU[flat_F]
+    polished_F = threshold_R[flat_F]
+    for _ in range(2):
+        x_FU = alpha * (score_FU + polished_F[:, None])
+        log_small_FU = F.logsigmoid(-x_FU.abs())
+        log_rest_F = torch.where(x_FU < 0, log_small_FU, -torch.inf).logsumexp(dim=1)
+        log_lacking_F = torch.where(x_FU >= 0, log_small_FU, -torch.inf).logsumexp(dim=1)
+        log_both_2F = _log_sum_over_ranks(torch.stack([log_rest_F, log_lacking_F]))
+        step_F = (log_both_2F[1] - log_both_2F[0]) / (2 * alpha)
+        # A query without columns has nothing to balance.
+        polished_F = polished_F + step_F.nan_to_num(0.0, 0.0, 0.0)
+    return threshold_R.index_copy(0, flat_F, polished_F)
 
 
 def _bracket(score_RU: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
-    """Two thresholds [R] of each query: every sigmoid is about 0 at one, and 1 at the other; collective."""
+    """Two thresholds [R] of each query, low and high; collective.
+
+    Every sigmoid is about 0 at the low one, and about 1 at the high one.
+    """
     if score_RU.shape[1]:
         # A skipped score of -inf must not become the minimum.
         counted_RU = torch.where(score_RU.isfinite(), score_RU, torch.inf)
@@ -237,16 +285,27 @@ def _bracket(score_RU: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     # One exchange for both: the minimum of -most over ranks is -1 times their maximum.
     own_extremes_R2 = torch.stack([-most_R, least_R], dim=1)
     extremes_R2 = collectives.gather_equal(own_extremes_R2).amin(dim=0)
+    # A query without any column, of which all thresholds are true.
+    extremes_R2 = torch.where(extremes_R2.isfinite(), extremes_R2, 0.0)
     # At -max - 30 / alpha every sigmoid is below 1e-13; at -min + 30 / alpha all are 1.
-    return extremes_R2[:, 0] - 30 / alpha, -extremes_R2[:, 1] + 30 / alpha
+    low_R = extremes_R2[:, 0] - 30 / alpha
+    high_R = -extremes_R2[:, 1] + 30 / alpha
+    return low_R, high_R
 
 
-def _sums_over_ranks(z_RU: Tensor) -> tuple[Tensor, Tensor]:
+def _sum_and_squares(z_RU: Tensor) -> tuple[Tensor, Tensor]:
     """Sum of z and of its square for each query, over the columns of all ranks; collective."""
+    # A norm squares without an array for the squares.
     norm_R = torch.linalg.vector_norm(z_RU, dim=1)
-    sums_2R = torch.stack([z_RU.sum(dim=1), norm_R.square()])
-    sum_R, squares_R = collectives.sum_over_ranks(sums_2R)
+    own_2R = torch.stack([z_RU.sum(dim=1), norm_R.square()])
+    sum_R, squares_R = collectives.sum_over_ranks(own_2R)
     return sum_R, squares_R
+
+
+def _log_sum_over_ranks(log_: Tensor) -> Tensor:
+    """The logarithm of the sum of exp(log_) over ranks; collective."""
+    # Logarithms cannot be summed by an all-reduce, so every rank gets all of them.
+    return collectives.gather_equal(log_).logsumexp(dim=0)
 
 
 def _column_blocks(
