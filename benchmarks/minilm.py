@@ -178,6 +178,14 @@ PARTS = {
         {"dexml": [], "rae": []},
         note=", one table, logQ",
     ),
+    # Every label is a negative of every query, as a batch of in-batch negatives cannot have them.
+    "static-shared-all": Part(
+        "msdocs-seealso",
+        STATIC,
+        ["optim.epochs=3", "encoder.separate_labels=false", "method.columns=all"],
+        {"dexml": []},
+        note=", one table, all labels",
+    ),
     "frozen": Part(
         "sample",
         "frozen",

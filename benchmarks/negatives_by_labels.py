@@ -1,4 +1,4 @@
-"""From how many labels on do hard negatives pay? ASTRA on planted near-duplicates, with and without them.
+"""From how many labels on, and up to how many uniform negatives, do hard ones pay? ASTRA on planted near-duplicates.
 
     python benchmarks/negatives_by_labels.py                              # prints what is to be done, then trains
     python benchmarks/negatives_by_labels.py --labels 10000 100000 --seeds 3      # a part
@@ -9,7 +9,7 @@ three of the four words, the attribute and two words of noise. What tells a labe
 attribute alone, and any other label lacks the four words. So a uniform negative teaches little, unless it happens to be
 a sibling: with c uniform negatives and L labels, a batch has 9·c/L of a query's siblings.
 
-All trainings have the same settings, c among them. With fewer than 100,000 labels, and so fewer queries, they have more
+All trainings have the same settings but for c. With fewer than 100,000 labels, and so fewer queries, they have more
 epochs, so that all have enough steps. Exact search. Results are kept in results/negatives_by_labels.json, so the
 command can be stopped at any time and started again.
 """
@@ -21,6 +21,7 @@ import functools
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import data_sets
@@ -37,7 +38,6 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.training.run import RunConfig
 from xmcray.types import Int64Array, Ragged
 
-NUM_LABELS = (1000, 10_000, 100_000, 1_000_000)
 SIBLINGS = 10
 GROUP_WORDS = 4
 ATTRIBUTES = 50
@@ -47,8 +47,8 @@ QUERIES_PER_LABEL = 2
 TEST_QUERIES = 2000
 LEAST_EPOCHS = 10
 ENOUGH_LABELS = 100_000  # with fewer labels a training has as many steps as with these
-UNIFORM = 2000
 HARD = 20
+UNIFORM_ALONE = "uniform"
 SIBLING = "sibling"  # share of the queries whose first answer is a sibling of the right one
 SETTINGS = [
     "encoder.dim=64",
@@ -61,10 +61,9 @@ SETTINGS = [
     "method.importance_weight=none",
     "method.classifier.lr=300",
     "method.classifier.momentum=0",
-    f"negatives.uniform={UNIFORM}",
 ]
 VARIANTS = {
-    "uniform": ["negatives.hard=0"],
+    UNIFORM_ALONE: ["negatives.hard=0"],
     # A fifth of the epochs come before the first hard negatives, and each version serves for a fifth.
     "uniform and hard": [
         f"negatives.hard={HARD}",
@@ -73,6 +72,32 @@ VARIANTS = {
     ],
 }
 STORE = Store("negatives_by_labels")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Point:
+    """What trainings of several seeds have in common.
+
+    Attributes:
+        num_labels: of the corpus.
+        num_uniform: uniform negatives of a batch.
+        variant: a key of VARIANTS.
+    """
+
+    num_labels: int
+    num_uniform: int
+    variant: str = UNIFORM_ALONE
+
+
+SIZES = (
+    Point(1000, 2000),
+    Point(10_000, 2000),
+    Point(100_000, 200),
+    Point(100_000, 2000),
+    Point(100_000, 16_000),
+    Point(1_000_000, 2000),
+)
+Results = dict[Point, dict[int, Result]]
 
 
 def main() -> None:
@@ -88,7 +113,7 @@ def main() -> None:
     load = refuse_if_busy(arguments.anyway or arguments.quick)
     torch.set_num_threads(arguments.threads)
     results = results_of(arguments)
-    rows = [table_row(num_labels, variant, results) for num_labels, variant in sorted(results)]
+    rows = [table_row(point, results) for point in sorted(results)]
     sizes = (
         f"{SIBLINGS} labels share {GROUP_WORDS} words; {QUERIES_PER_LABEL} training queries for each label;"
         f" {TEST_QUERIES:,} test queries"
@@ -102,8 +127,8 @@ def main() -> None:
         " with the same four words",
         load,
     ]
-    header = ["labels", "siblings in a batch", "negatives", "seeds", "P@1", "gain", "P@5"]
-    header += ["sibling first", "epochs", "CPU minutes"]
+    header = ["labels", "uniform negatives", "siblings in a batch", "negatives", "seeds", "P@1"]
+    header += ["gain", "P@5", "sibling first", "epochs", "CPU minutes"]
     write_table(arguments.out, "Hard negatives by the number of labels", header, rows, notes)
 
 
@@ -115,7 +140,8 @@ def parse_arguments() -> argparse.Namespace:
         minutes=True,
         anyway=True,
     )
-    parser.add_argument("--labels", type=int, nargs="+", default=list(NUM_LABELS))
+    every = sorted({size.num_labels for size in SIZES})
+    parser.add_argument("--labels", type=int, nargs="+", choices=every, default=every)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="tiny epochs, printed only")
     parser.add_argument(
@@ -124,30 +150,38 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def results_of(arguments: argparse.Namespace) -> dict[tuple[int, str], dict[int, Result]]:
-    """Results by number of labels, variant and seed: those that are kept, and those measured now."""
+def results_of(arguments: argparse.Namespace) -> Results:
+    """Results by point and seed: those that are kept, and those measured now."""
     deadline = time.monotonic() + 60 * arguments.minutes
     settings = [*arguments.override, *data_sets.measured_settings(arguments.threads)]
-    results: dict[tuple[int, str], dict[int, Result]] = {}
+    results: Results = {}
+    sizes = [size for size in SIZES if size.num_labels in arguments.labels]
     # One seed of everything before the next.
     for seed in range(arguments.seeds):
-        for num_labels in arguments.labels:
-            corpus = near_duplicates(num_labels)
+        for size in sizes:
+            corpus = near_duplicates(size.num_labels)
             further = functools.partial(sibling_share, corpus)
             for variant in VARIANTS:
-                config = config_of(num_labels, variant, seed, settings)
+                point = replace(size, variant=variant)
+                config = config_of(point, seed, settings)
                 result = known_or_measured(STORE, corpus, config, deadline, further)
                 if result is not None:
-                    results.setdefault((num_labels, variant), {})[seed] = result
-                    print(f"{num_labels:,} labels, {variant}, seed {seed}: {result}", flush=True)
+                    results.setdefault(point, {})[seed] = result
+                    print(f"{point}, seed {seed}: {result}", flush=True)
     return results
 
 
-def config_of(num_labels: int, variant: str, seed: int, settings: list[str]) -> RunConfig:
+def config_of(point: Point, seed: int, settings: list[str]) -> RunConfig:
     """The settings of a training. Few labels have few queries, and more epochs."""
-    epochs = max(LEAST_EPOCHS, LEAST_EPOCHS * ENOUGH_LABELS // num_labels)
-    own = [line.format(fifth=epochs // 5) for line in VARIANTS[variant]]
-    lines = [*SETTINGS, f"optim.epochs={epochs}", *own, f"optim.seed={seed}", *settings]
+    epochs = max(LEAST_EPOCHS, LEAST_EPOCHS * ENOUGH_LABELS // point.num_labels)
+    lines = [
+        *SETTINGS,
+        f"negatives.uniform={point.num_uniform}",
+        f"optim.epochs={epochs}",
+        *(line.format(fifth=epochs // 5) for line in VARIANTS[point.variant]),
+        f"optim.seed={seed}",
+        *settings,
+    ]
     return RunConfig.resolve("astra", {}, lines)
 
 
@@ -208,23 +242,22 @@ def sibling_share(corpus: Corpus, retriever: Retriever) -> Result:
     return {SIBLING: float(is_sibling_B.mean())}
 
 
-def table_row(
-    num_labels: int, variant: str, results: dict[tuple[int, str], dict[int, Result]]
-) -> list[object]:
+def table_row(point: Point, results: Results) -> list[object]:
     """One row of the table."""
-    by_seed = results[num_labels, variant]
-    reference = results.get((num_labels, "uniform"), {})
+    by_seed = results[point]
+    reference = results.get(replace(point, variant=UNIFORM_ALONE), {})
     seeds = sorted(by_seed.keys() & reference.keys())
     gains = [by_seed[seed]["P@1"] - reference[seed]["P@1"] for seed in seeds]
-    gain = spread(gains) if gains and variant != "uniform" else "-"
+    gain = spread(gains) if gains and point.variant != UNIFORM_ALONE else "-"
     values = list(by_seed.values())
     epochs = spread([result["epochs"] for result in values], scale=1)
     minutes = spread([result["cpu_s"] / 60 for result in values], scale=1)
-    siblings = (SIBLINGS - 1) * min(UNIFORM, num_labels) / num_labels
+    siblings = (SIBLINGS - 1) * min(point.num_uniform, point.num_labels) / point.num_labels
     return [
-        f"{num_labels:,}",
+        f"{point.num_labels:,}",
+        f"{point.num_uniform:,}",
         siblings,
-        variant,
+        point.variant,
         len(values),
         spread([result["P@1"] for result in values]),
         gain,

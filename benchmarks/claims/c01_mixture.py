@@ -24,8 +24,8 @@ def make(full: bool) -> Claim:
     return Claim(
         number=1,
         title="ASTRA: hard, uniform, both, or all labels",
-        statement="Stale hard negatives alone are far behind, uniform ones alone somewhat; together they do as well as"
-        " the loss over all labels",
+        statement="Stale hard negatives alone and uniform ones alone are behind; together they do as well as the loss"
+        " over all labels",
         source="ASTRA, Fig. 1 and Table 5",
         variants=variants,
         comparisons=[
