@@ -219,6 +219,7 @@ def main() -> None:
     deadline = time.monotonic() + 60 * arguments.minutes
     rows: list[list[object]] = []
     notes: list[str] = []
+    sets_with_untrained = set()
     for name, part in PARTS.items():
         corpus = data_sets.in_minilm_tokens(part.set_name)
         if corpus is None:
@@ -226,10 +227,13 @@ def main() -> None:
             continue
         # What is not to be measured is shown if it was measured before.
         wanted = arguments.method if name in arguments.part else []
-        for what, memory in AS_IT_IS.items() if part.encoder != STATIC else ():
-            may_measure = UNTRAINED in wanted and time.monotonic() < deadline
-            result = untrained(corpus, memory, may_measure)
-            rows.append(row(part.set_name, UNTRAINED, what, result))
+        # Several parts may have the same set.
+        if part.encoder != STATIC and part.set_name not in sets_with_untrained:
+            sets_with_untrained.add(part.set_name)
+            for what, memory in AS_IT_IS.items():
+                may_measure = UNTRAINED in wanted and time.monotonic() < deadline
+                result = untrained(corpus, memory, may_measure)
+                rows.append(row(part.set_name, UNTRAINED, what, result))
         for method in part.methods:
             config = settings(method, part, arguments)
             may_measure = method in wanted and time.monotonic() < deadline
