@@ -46,7 +46,7 @@ KINDS = {
     "exact": ("negatives.hard=0", "method.exact=true"),
 }
 # All labels push a row far oftener than sampled ones do, so each kind has a rate of its own for every budget.
-RATES = (30.0, 100.0, 300.0)
+RATES = (30.0, 100.0, 300.0, 1000.0, 3000.0)
 
 
 def make(full: bool) -> Claim:
@@ -86,6 +86,7 @@ def measured(corpus: str, kind: str, seconds: int, full: bool) -> Measured:
         "settings": [*COMMON, *KINDS[kind]],
         "seconds": seconds,
         "device": "cuda" if full else "cpu",
+        "rates": RATES,
     }
     return Measured(function=after_time, settings=settings)
 
@@ -103,17 +104,22 @@ def curves(results: Mapping[str, Mapping[int, Result]]) -> str:
 
 
 def after_time(
-    seed: int, corpus: str, settings: Sequence[str], seconds: float, device: str
+    seed: int,
+    corpus: str,
+    settings: Sequence[str],
+    seconds: float,
+    device: str,
+    rates: Sequence[float],
 ) -> Result:
     """Metrics on the test split of a training of so many seconds, with the rate that validation chose."""
-    described = json.dumps([corpus, list(settings), seconds, device, RATES])
+    described = json.dumps([corpus, list(settings), seconds, device, rates])
     key = f"{hashlib.sha256(described.encode()).hexdigest()[:12]}-rate"
 
     def validation(rate: str) -> float:
         held_out = [*settings, f"method.classifier.lr={rate}", f"data.validation={HELD_OUT}"]
         return trained_for(0, corpus, held_out, seconds, device)["P@1"]  # type: ignore[no-any-return]
 
-    rate = choose_once(key, [f"{rate:g}" for rate in RATES], validation)
+    rate = choose_once(key, [f"{rate:g}" for rate in rates], validation)
     chosen = [*settings, f"method.classifier.lr={rate}", "data.validation=0"]
     return {**trained_for(seed, corpus, chosen, seconds, device), "chosen": f"rate {rate}"}
 
