@@ -78,12 +78,15 @@ class Astra(OneVsAll):
             num_labels = context.data.num_labels
             negatives = context.negatives
             if config.exact:
-                num_negatives: float = num_labels
-            else:
-                # A label of the pool counts as many times as its weight says.
-                uniform = min(negatives.uniform, num_labels)
-                num_negatives = negatives.hard + uniform * self._pool_weight()
-            self.logit_prior = self.prior(num_negatives)
+                self.logit_prior = self.prior(num_labels)
+                return
+            # A label of the pool counts as many times as its weight says.
+            uniform = min(negatives.uniform, num_labels)
+            num_negatives = negatives.hard + uniform * self._pool_weight()
+            # With unbiased weights, the positives that are drawn stand for all of a query.
+            is_unbiased = config.importance_weight == "unbiased"
+            max_positives = 0 if is_unbiased else config.max_positives
+            self.logit_prior = self.prior(num_negatives, max_positives)
 
     def prepare(self, batch: Batch, shortlist: Shortlist | None) -> SampledInputs | ExactInputs:
         """Dropout mask, and candidates (Eq. 2) or the pairs among all labels (Eq. 1)."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+import numpy as np
 from torch import Tensor
 
 from xmcray import draws
@@ -171,17 +172,20 @@ class OneVsAll(Method):
             self.logit_prior,
         )
 
-    def prior(self, num_negatives: float) -> float:
+    def prior(self, num_negatives: float, max_positives: int = 0) -> float:
         """log(positives / negatives) of an average query.
 
         Args:
             num_negatives: Labels that a query is compared with; clipped to 1 .. L.
+            max_positives: Of a query that count; 0 for all.
         """
         data = self.context.data
         # The seed is that of the run, so all ranks draw the same sample and exchange nothing.
         generator = draws.generator(self.context.seed, "prior")
         positions = random_sample(generator, len(data.query_ids), _PRIOR_QUERIES)
         sample = data.query_ids[positions]
-        num_positives = float(data.positives(sample).lengths.mean())
+        num_positives_N = data.positives(sample).lengths
+        if max_positives:
+            num_positives_N = np.minimum(num_positives_N, max_positives)
         clipped = max(min(num_negatives, data.num_labels), 1.0)
-        return math.log(num_positives / clipped)
+        return math.log(float(num_positives_N.mean()) / clipped)

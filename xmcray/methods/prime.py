@@ -292,8 +292,10 @@ class Prime(Method):
         assert isinstance(output, PrimeOutput)
         partition = self.context.partition
         positives = batch.positives
+        # A label's own text is no query of it, as in the start of the centroids.
+        is_query_G = batch.query_ids < self.context.data.num_train
         # All positives of the batch, and not only the drawn ones of the loss.
-        is_own = partition.owns(positives.values)
+        is_own = partition.owns(positives.values) & is_query_G[positives.row_ids]
         local_ids = partition.to_local(positives.values[is_own])
         queries = positives.row_ids[is_own]
         move_centroids(

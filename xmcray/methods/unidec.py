@@ -244,7 +244,10 @@ class Unidec(Method):
             row_UE = self.tables["classifier"].rows(local_U)
             row_loss = self._psl(row_GE, row_UE, inputs.rows, config.balance_classifier)
             total = total + (1 - config.balance) * row_loss
-        return StepOutput(total, len(batch.query_ids), text_BE.detach())
+        # Hard negatives and clusters are those of the query itself, without dropout.
+        with torch.no_grad():
+            searched_BE = self.heads.text(query_BD) if config.dropout else text_BE.detach()
+        return StepOutput(total, len(batch.query_ids), searched_BE)
 
     def index_rows(self) -> Tensor:
         """Phi_D of the label texts."""

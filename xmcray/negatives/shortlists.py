@@ -132,8 +132,9 @@ class ShortlistFeed:
                     self._use_version(newest)
             elif starts_epoch:
                 self._follow_schedule(step)
-            # The order of an epoch never changes within it.
-            if starts_epoch and self.current is not None:
+            # The order of an epoch never changes within it. An eager version may come too early.
+            is_due = step >= self.config.start_epoch * self.steps_per_epoch
+            if starts_epoch and is_due and self.current is not None:
                 self._use_clusters(self.current.version, step)
         self._check_age(step)
         return self.current
@@ -210,7 +211,7 @@ class ShortlistFeed:
         for block in pending:
             self._publisher.restore(block)
         if collectives.rank() == 0:
-            self._restore_ledger(state.get("inputs", {}), state.get("published", []))
+            self._restore_ledger(state)
         collectives.broadcast_int(0)  # no rank reads the ledger before rank 0 has restored it
         self.broken_at_step = state.get("broken_at_step")
         version = state.get("version")
@@ -335,7 +336,9 @@ class ShortlistFeed:
         if age is None:
             self._check_missing(step)
             return
-        limit = (self.config.max_age + self.config.refresh_every) * self.steps_per_epoch
+        # Of this age a version is replaced: one epoch to build it, and those of its use.
+        usual_age = 1 + self.config.refresh_every
+        limit = (usual_age + self.config.max_age) * self.steps_per_epoch
         if age > limit:
             raise ShortlistError(
                 f"hard negatives are {age} steps old at step {step}, allowed are {limit}: the negative pool does not"
@@ -363,9 +366,10 @@ class ShortlistFeed:
                 limit,
             )
 
-    def _restore_ledger(self, inputs: Mapping[str, str], published: Sequence[int]) -> None:
+    def _restore_ledger(self, state: Mapping[str, Any]) -> None:
+        inputs: Mapping[str, str] = state.get("inputs", {})
         self.ledger.path.mkdir(parents=True, exist_ok=True)
-        self.ledger.restore(inputs, published)
+        self.ledger.restore(inputs, state.get("published", []), state.get("version"))
         # Query blocks of a withdrawn attempt have moved to the next one, where they have other
         # names.
         for name, sha256 in inputs.items():

@@ -129,21 +129,25 @@ def test_the_exact_loss_leaves_out_only_the_query_itself(corpus: Corpus) -> None
 
 
 @pytest.mark.parametrize(
-    ("settings", "num_negatives"),
+    ("settings", "num_negatives", "most_positives"),
     [
-        (["method.importance_weight=none"], 4 + 7),
-        (["method.importance_weight=2.0"], 4 + 2 * 7),
-        (["method.importance_weight=unbiased"], NUM_LABELS),  # 4 + 23 labels, of which there are 23
-        (["method.exact=true"], NUM_LABELS),
-        (["negatives.uniform=0", "negatives.hard=1"], 1),
+        (["method.importance_weight=none"], 4 + 7, 1),
+        (["method.importance_weight=none", "method.max_positives=0"], 4 + 7, NUM_LABELS),
+        (["method.importance_weight=2.0"], 4 + 2 * 7, 1),
+        # 4 + 23 labels, of which there are 23; the positive that is drawn stands for all.
+        (["method.importance_weight=unbiased"], NUM_LABELS, NUM_LABELS),
+        (["method.exact=true"], NUM_LABELS, NUM_LABELS),
+        (["negatives.uniform=0", "negatives.hard=1"], 1, NUM_LABELS),
     ],
 )
 def test_the_prior_is_the_log_odds_among_the_labels_that_count(
-    corpus: Corpus, settings: list[str], num_negatives: int
+    corpus: Corpus, settings: list[str], num_negatives: int, most_positives: int
 ) -> None:
     setup, method = made(corpus, "method.logit_prior=prior", *settings)
-    num_positives = setup.data.positives(setup.data.query_ids[:]).lengths.mean()
-    assert method.logit_prior == pytest.approx(math.log(num_positives / num_negatives))
+    num_positives = setup.data.positives(setup.data.query_ids[:]).lengths
+    assert num_positives.max() > 1
+    counted = np.minimum(num_positives, most_positives)
+    assert method.logit_prior == pytest.approx(math.log(counted.mean() / num_negatives))
 
 
 def test_dropout_keeps_the_expected_vector(corpus: Corpus) -> None:

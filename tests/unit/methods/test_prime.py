@@ -87,6 +87,23 @@ def test_centroids_start_as_means_and_move_with_every_query(corpus: Corpus) -> N
     torch.testing.assert_close(method.centroid_SD, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_label_texts_move_no_centroid(corpus: Corpus) -> None:
+    settings = ["data.augment_with_labels=true", "optim.lr=0", "optim.token_lr=0"]
+    setup, method = built(corpus, *settings)
+    before = method.centroid_SD.clone()
+    batch = setup.sampler.batch(0, 0, 1)
+    positives = batch.positives
+    is_of_query = batch.query_ids[positives.row_ids] < setup.data.num_train
+    labels_of_queries = np.unique(positives.values[is_of_query])
+
+    setup.stepper.step(batch, None)
+
+    assert len(np.unique(positives.values)) > len(labels_of_queries), "no label text alone"
+    has_moved_S = (method.centroid_SD != before).any(dim=1)
+    moved_labels = has_moved_S.nonzero().flatten().numpy()
+    assert set(moved_labels) <= set(labels_of_queries)
+
+
 def test_clusters_that_share_a_free_vector_differ_by_at_most_one_label(corpus: Corpus) -> None:
     _, method = built(corpus)
     sizes = torch.bincount(method.cluster_S, minlength=4)

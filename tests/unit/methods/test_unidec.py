@@ -168,6 +168,19 @@ def test_dropout_is_drawn_for_positions_of_the_batch(corpus: Corpus) -> None:
     assert set(factors.unique().tolist()) == {0.0, 2.0}
 
 
+def test_hard_negatives_are_searched_without_dropout(corpus: Corpus) -> None:
+    setup = made(corpus, "method.dropout=0.5")
+    method = unidec_of(setup)
+    batch = batch_of(setup)
+
+    output = method.loss(batch, None)
+
+    with torch.no_grad():
+        expected = method.heads.text(method.context.encode(batch.tokens))
+    assert output.query_vectors is not None
+    torch.testing.assert_close(output.query_vectors, expected)
+
+
 def test_supcon_has_no_rows(corpus: Corpus) -> None:
     setup = made(corpus, "method.balance=1")
     assert not setup.method.tables

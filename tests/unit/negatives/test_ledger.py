@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from refreshers import few_queries
 
-from xmcray.errors import ShortlistError
+from xmcray.errors import ShortlistError, StorageError
 from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.refresh import RefreshSpec, run_version
@@ -87,6 +87,17 @@ def test_a_malformed_mark_of_a_rank_is_one_line(tmp_path: Path, mark: str) -> No
     (folder.path / "published-0000.json").write_text(mark)
     with pytest.raises(ShortlistError, match=r"published-0000\.json is damaged .*resume from"):
         _ = folder.published
+
+
+def test_a_restore_misses_a_version_that_is_gone(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    inputs = {"v00003-0000/queries/00000006-0000.npz": "0" * 64}
+    # Version 2 was in use, so version 1 may have been removed since.
+    ledger.restore({}, published=[1], in_use=2)
+    with pytest.raises(StorageError, match="lacks version 3 of the negatives; resume from"):
+        ledger.restore(inputs, published=[1], in_use=2)
+    with pytest.raises(StorageError, match="lacks version 1"):
+        ledger.restore({}, published=[1])
 
 
 def test_a_restore_keeps_the_blocks_that_the_checkpoint_lists(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -168,10 +169,10 @@ def test_a_rank_on_a_gpu_waits_for_a_late_version_before_the_collective(
 
 def test_negatives_may_be_as_old_as_a_refresh_and_the_limit(tmp_path: Path) -> None:
     feed = feed_in(tmp_path, FakeRefresher(num_completed=1), wait_s=0.0, max_age=1)
-    # Copied after 2 steps; allowed are (1 + 1) epochs of 2 steps.
-    assert versions_of(feed, 7)[-1] == 0
-    with pytest.raises(ShortlistError, match="5 steps old at step 7, allowed are 4"):
-        feed.before_step(7)
+    # Copied after 2 steps. It is used from 4 to 6; allowed is 1 epoch of 2 steps more.
+    assert versions_of(feed, 9)[-1] == 0
+    with pytest.raises(ShortlistError, match="7 steps old at step 9, allowed are 6"):
+        feed.before_step(9)
     feed.close()
 
 
@@ -208,6 +209,21 @@ def test_eager_looks_for_a_newer_version_every_eighth_step(tmp_path: Path) -> No
     versions = versions_of(feed)
     # The first one as soon as it is there; versions 1 to 3, complete by then, at step 8.
     assert versions == [None, None, 0, 0, 0, 0, 0, 0, 3, 3, 3, 3]
+    feed.close()
+
+
+def test_eager_takes_no_clusters_before_they_are_due(tmp_path: Path) -> None:
+    refresher = FakeRefresher()
+    refresher.config = replace(refresher.config, cluster_size=1)
+    settings = {"schedule": "eager", "cluster_size": 1, "start_epoch": 3}
+    feed = feed_in(tmp_path, refresher, **settings)
+    has_clusters = []
+    for step in range(STEPS_PER_EPOCH * NUM_EPOCHS):
+        feed.before_step(step)
+        has_clusters.append(feed.clusters is not None)
+        feed.after_step(batch_of(step), torch.full((QUERIES, 2), float(step)))
+    assert has_clusters == [False] * 6 + [True] * 6
+    assert refresher.started[0] == 0
     feed.close()
 
 

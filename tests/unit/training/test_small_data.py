@@ -243,6 +243,15 @@ def test_what_is_clipped_is_said() -> None:
     assert lines("dexml", "negatives.cluster_size=9", "optim.epochs=6") == []
 
 
+def test_a_curriculum_grows_to_the_labels_there_are(
+    corpora: dict[str, Corpus], tmp_path: Path
+) -> None:
+    settings = [*SETTINGS, "negatives.hard=40", "negatives.curriculum=4", "negatives.index=Flat"]
+    run = train(corpora["one"].path, tmp_path / "run", RunConfig.resolve("astra", {}, settings))
+    num_labels = corpora["one"].card.num_labels
+    assert run.config.negatives.hard == num_labels < 40
+
+
 def test_a_validation_split_without_a_query_is_said() -> None:
     def lines(num_train: int, *settings: str) -> list[str]:
         return list(clipped(RunConfig.resolve("astra", {}, list(settings)), num_train, 2000))
