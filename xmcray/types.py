@@ -452,7 +452,7 @@ class TopLabels:
     def at_least(self, min_probability: float) -> TopLabels:
         """The answers of at least this probability; others become missing, at their places."""
         assert self.probabilities is not None, "these answers have no probabilities"
-        too_low = self.probabilities < min_probability
+        too_low = self.probabilities < np.float32(min_probability)
         return TopLabels(
             np.where(too_low, -1, self.ids),
             np.where(too_low, np.float32(-np.inf), self.scores),

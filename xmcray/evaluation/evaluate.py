@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from xmcray import draws
 from xmcray.errors import DataError
@@ -24,7 +23,7 @@ from xmcray.evaluation.metrics import (
     segment_range,
 )
 from xmcray.evaluation.reliability import Reliability
-from xmcray.types import BoolArray, Float32Array, Float64Array, Int64Array, Ragged, TopLabels, spans
+from xmcray.types import BoolArray, Float64Array, Int64Array, Ragged, TopLabels, spans
 
 SEARCH_K = 100  # answers per query (R@100), clipped to the number of labels
 _INTERVAL = [0.025, 0.975]  # quantiles that leave 5 % out
@@ -239,7 +238,7 @@ def compare(
             f"found {a.queries} and {b.queries} queries with propensity A, B = {a.a}, {a.b} and {b.a}, {b.b}, "
             "expected the same queries and constants; evaluate both on one corpus and split"
         )
-    query_difference_QM = a.per_query.gain_QM.astype(np.float64) - b.per_query.gain_QM
+    query_difference_QM = a.per_query.gain_QM - b.per_query.gain_QM
     # Both runs have the same divisors, because those depend on the truth alone.
     difference_QM, divisor_QM = _in_groups(query_difference_QM, a.per_query.divisor_QM, seed)
     intervals = _bootstrap(difference_QM, divisor_QM, resamples, seed)
@@ -303,8 +302,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _in_groups(
-    gain_QM: npt.NDArray[np.floating],
-    divisor_QM: Float32Array,
+    gain_QM: Float64Array,
+    divisor_QM: Float64Array,
     seed: int,
 ) -> tuple[Float64Array, Float64Array]:
     """Gains and divisors by query; by random group if there are more than _MAX_RESAMPLED queries.
@@ -313,13 +312,13 @@ def _in_groups(
     """
     num_queries = len(gain_QM)
     if num_queries <= _MAX_RESAMPLED:
-        return gain_QM.astype(np.float64), divisor_QM.astype(np.float64)
+        return gain_QM, divisor_QM
     # Neighbours may be alike, so the groups are random. Their sizes differ by one at most.
     order = draws.generator(seed, "resampled groups").permutation(num_queries)
     starts = np.arange(_MAX_RESAMPLED) * num_queries // _MAX_RESAMPLED
 
-    def sums_of_groups(value_QM: npt.NDArray[np.floating]) -> Float64Array:
-        sums: Float64Array = np.add.reduceat(value_QM[order], starts, axis=0, dtype=np.float64)
+    def sums_of_groups(value_QM: Float64Array) -> Float64Array:
+        sums: Float64Array = np.add.reduceat(value_QM[order], starts, axis=0)
         return sums
 
     return sums_of_groups(gain_QM), sums_of_groups(divisor_QM)

@@ -32,7 +32,6 @@ import numpy as np
 from xmcray.errors import DataError
 from xmcray.types import (
     BoolArray,
-    Float32Array,
     Float64Array,
     Int64Array,
     Ragged,
@@ -64,12 +63,13 @@ class QueryValues:
     A metric is the sum of its gains divided by the sum of its divisors.
 
     Attributes:
-        gain_QM: float32 [queries, metrics], columns in the order of MAIN_METRICS.
-        divisor_QM: float32, the same shape: 1 for a mean, the best attainable gain for a ratio.
+        gain_QM: float64 [queries, metrics], columns in the order of MAIN_METRICS. In float32, 1 - 2/3
+            would differ from 1/3, and a paired test would not see equal sums.
+        divisor_QM: float64, the same shape: 1 for a mean, the best attainable gain for a ratio.
     """
 
-    gain_QM: Float32Array
-    divisor_QM: Float32Array
+    gain_QM: Float64Array
+    divisor_QM: Float64Array
 
 
 def inverse_propensity(
@@ -102,7 +102,7 @@ def inverse_propensity(
 class Metrics:
     """All metrics over chunks of queries.
 
-    Memory: 29 bytes per label and 28 float32 per query (kept for the bootstrap), never queries x
+    Memory: 29 bytes per label and 28 float64 per query (kept for the bootstrap), never queries x
     labels.
 
     Args:
@@ -145,8 +145,8 @@ class Metrics:
         # By metric: sums over queries. Of main metrics also the summands, chunk by chunk.
         self._gains: defaultdict[str, float] = defaultdict(float)
         self._divisors: defaultdict[str, float] = defaultdict(float)
-        self._gain_chunks: defaultdict[str, list[Float32Array]] = defaultdict(list)
-        self._divisor_chunks: defaultdict[str, list[Float32Array]] = defaultdict(list)
+        self._gain_chunks: defaultdict[str, list[Float64Array]] = defaultdict(list)
+        self._divisor_chunks: defaultdict[str, list[Float64Array]] = defaultdict(list)
 
     @classmethod
     def of_corpus(cls, corpus: Corpus) -> Metrics:
@@ -310,8 +310,8 @@ class Metrics:
         self._gains[name] += float(gains.sum())
         self._divisors[name] += float(divisors.sum())
         if name in MAIN_METRICS:
-            self._gain_chunks[name].append(gains.astype(np.float32))
-            self._divisor_chunks[name].append(divisors.astype(np.float32))
+            self._gain_chunks[name].append(gains)
+            self._divisor_chunks[name].append(divisors)
 
 
 class GradedNdcg:

@@ -109,7 +109,8 @@ def _at_threshold(
     """Precision and coverage of the answers that are at least as probable as `level`."""
     # A missing answer has the probability NaN and does not pass, because comparisons with NaN are
     # false.
-    passes_QK = probability_QK >= level
+    # Probabilities are float32 where they are filtered, so the level is rounded as they are.
+    passes_QK = probability_QK >= float(np.float32(level))
     answers = int(passes_QK.sum())
     num_hits = int((passes_QK & is_hit_QK).sum())
     return {

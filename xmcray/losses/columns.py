@@ -173,15 +173,14 @@ class _Threshold(torch.autograd.Function):
         for start, score_RU in blocks:
             stop = start + len(score_RU)
             rows = slice(start, stop)
-            x_RU = score_RU.add_(threshold_G[rows, None]).mul_(ctx.alpha)
-            # z (1 - z) by the smaller of both factors: 1 - z is lost where z rounds to 1.
-            small_RU = x_RU.abs_().neg_().sigmoid_()
-            slope_RU = small_RU.sub_(small_RU.square())
-            sum_R = collectives.sum_over_ranks(slope_RU.sum(dim=1))
-            # If all slopes have rounded to 0, so does the gradient.
-            sum_R = sum_R.clamp_min(torch.finfo(sum_R.dtype).tiny)
-            # Divided first: a gradient divided by a tiny sum would be infinite.
-            share_RU = slope_RU.div_(sum_R[:, None])
+            distance_RU = score_RU.add_(threshold_G[rows, None]).mul_(ctx.alpha).abs_()
+            # log(z (1 - z)) = -|x| - 2 log(1 + exp(-|x|)): the product itself is lost where z
+            # rounds to 1, and where all columns are far from the threshold.
+            log_slope_RU = F.softplus(-distance_RU).mul_(-2).sub_(distance_RU)
+            log_sum_R = _log_sum_over_ranks(log_slope_RU.logsumexp(dim=1))
+            # A query without columns has -inf, and its shares must be 0.
+            log_sum_R = torch.where(log_sum_R.isfinite(), log_sum_R, 0.0)
+            share_RU = log_slope_RU.sub_(log_sum_R[:, None]).exp_()
             grad_RU = share_RU.mul_(-ctx.scale * grad_G[rows, None])
             torch.mm(grad_RU, column_UD, out=grad_query_GD[rows])
             grad_column_UD.addmm_(grad_RU.T, query_GD[rows])

@@ -81,10 +81,10 @@ def named_voters(
 
 def at_least(labels: Sequence[FoundLabel], min_probability: float) -> list[FoundLabel]:
     """The answers that are probable enough, in their order; one without a probability is not."""
+    # Probabilities are float32, as in `TopLabels.at_least`.
+    least = float(np.float32(min_probability))
     return [
-        label
-        for label in labels
-        if label.probability is not None and label.probability >= min_probability
+        label for label in labels if label.probability is not None and label.probability >= least
     ]
 
 

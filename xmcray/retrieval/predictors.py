@@ -148,8 +148,9 @@ class MemoryPredictor:
         keys = self.labels.search_exported(query_BD, width, scope.without_exclude)
         if self.labels.answers_all and not scope.excludes:
             return Neighbours(queries, keys)
-        # Labels that joined vote in addition to the keys of the export.
-        num_joined = min(self.config.keys, num_labels)
+        # Labels that joined vote in addition to the keys of the export, each for itself: what
+        # others there are must not take its vote.
+        num_joined = min(max(k, self.config.keys), num_labels)
         joined = self.labels.search(query_BD, num_joined, scope, joined_only=True)
         # If fewer than k labels get votes, the nearest ones follow.
         fallback = self.labels.search(query_BD, k, scope)

@@ -327,7 +327,7 @@ class HitValues:
             answer = TopLabels.empty(num_hits, rank + 1)
             answer.ids[:, rank] = truth.values
             per_query = self.metrics_of(answer, truth_of_hit).per_query()
-            gain_HM = per_query.gain_QM[:, columns].astype(np.float64)
+            gain_HM = per_query.gain_QM[:, columns]
             self.value_HR[:, rank] = (gain_HM / divisor_M).mean(axis=1)
 
     def _divisors(self, columns: Sequence[int]) -> Float64Array:

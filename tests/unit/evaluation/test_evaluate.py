@@ -252,6 +252,29 @@ def test_sign_flip_equals_enumeration() -> None:
     assert row.p_value == pytest.approx(0.25, abs=0.02)
 
 
+def test_sign_flip_sees_equal_sums_of_thirds() -> None:
+    def of_hits(hits: list[int]) -> Evaluation:
+        """Queries with three positives, so many of which are the first answers."""
+        ids = np.array([[*range(count), *range(3, 8), *range(count, 3)] for count in hits])
+        top = TopLabels(ids, np.zeros(ids.shape, np.float32))
+        return evaluate(
+            lambda rows: TopLabels(top.ids[rows], top.scores[rows]),
+            lambda rows: Ragged.from_rows([[0, 1, 2]] * len(rows)),
+            num_queries=len(hits),
+            train_counts=np.ones(8, np.int64),
+            num_train=10,
+            a=0.5,
+            b=1.5,
+            resamples=10,
+        )
+
+    ours = of_hits([1, 3, 1, 1, 1, 1, 2, 2, 2])
+    theirs = of_hits([0, 2, 0, 0, 0, 0, 1, 3, 3])
+    by_metric = {row.metric: row for row in compare(ours, theirs, permutations=20_000)}
+    # Seven thirds in favour, two against: of 512 sign patterns 92 are as extreme.
+    assert by_metric["P@3"].p_value == pytest.approx(92 / 512, abs=0.01)
+
+
 @pytest.mark.parametrize("changed", [{"num_queries": 100}, {"a": 0.55}])
 def test_comparison_of_other_queries_or_propensities_is_refused(changed: dict[str, Any]) -> None:
     evaluation = run(2.0)

@@ -16,6 +16,7 @@ from xmcray.errors import BundleError, ConfigError
 from xmcray.evaluation.reliability import BINS, Reliability
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.label_side import load_label_side
+from xmcray.retrieval.answers import FoundLabel, at_least
 from xmcray.retrieval.batch_predict import QueryChunk, answer_chunk
 from xmcray.retrieval.bundle import LABELS, read_settings, write_settings
 from xmcray.retrieval.calibration import Calibration
@@ -394,3 +395,20 @@ def test_calibration_error_is_that_of_a_plain_loop() -> None:
     # Thresholds count the first ten answers.
     expected_answers = is_counted[:, :10].sum()
     assert rows[0.9]["answers"] == expected_answers
+
+
+@pytest.mark.parametrize("level", [0.1, 0.7, 0.95])
+def test_a_probability_that_is_the_level_passes_everywhere(level: float) -> None:
+    probability = np.float32(level)
+    ids = np.zeros((1, 1), np.int64)
+    top = TopLabels(ids, np.ones((1, 1), np.float32), np.full((1, 1), probability))
+    found = FoundLabel(0, "uid", "text", 1.0, float(probability))
+    reliability = Reliability(1)
+    reliability.update(top, Ragged.from_rows([[0]]))
+    result = reliability.result()
+    assert result is not None
+    (threshold,) = (t for t in result["thresholds"] if t["min_probability"] == level)
+
+    assert top.at_least(level).ids[0, 0] == 0
+    assert at_least([found], level) == [found]
+    assert threshold["answers"] == 1

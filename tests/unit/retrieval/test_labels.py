@@ -39,6 +39,7 @@ from xmcray.retrieval.new_vectors import new_vectors
 from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import SearchScope, ShardBuild, ShardSubset
+from xmcray.retrieval.votes import MemoryConfig
 from xmcray.storage.artifact import exclusive, open_artifact
 from xmcray.storage.manifest import finish_manifest
 from xmcray.types import Ragged, TopLabels
@@ -379,6 +380,23 @@ def test_bad_labels_are_one_line(
 
     assert message in shell.error(command)
     assert [path.name for path in tmp_path.iterdir()] == ["new.jsonl"]
+
+
+def test_labels_that_join_a_memory_do_not_take_each_others_votes(bundles: Any) -> None:
+    retriever = Retriever.load(bundles("memory"))
+    sides = load_label_sides(bundles("memory"), retriever.settings)
+    fewest_keys = MemoryConfig(keys=1)
+
+    def scores(*new: NewLabel) -> dict[str, float]:
+        joined = with_labels(retriever, sides, list(new))
+        (answers,) = joined.search(["solve sparse trace"], 8, memory=fewest_keys)
+        return {answer.uid: answer.score for answer in answers}
+
+    near = NewLabel("near", "solve sparse trace rank")
+    nearest = NewLabel("nearest", "solve sparse trace")
+    both = scores(near, nearest)
+    assert both["near"] == pytest.approx(scores(near)["near"])
+    assert both["nearest"] == pytest.approx(scores(nearest)["nearest"])
 
 
 def test_other_mistakes_are_one_line(
