@@ -6,7 +6,7 @@ backward pass. With these numbers and the scores of listed pairs (losses/pairs.p
 rank is a sum over its own pairs, and the sum over ranks is the loss.
 
 Letters of axes: G queries of all ranks, R of them in a block; U columns of this rank, C of them in
-a block; D dimensions. F queries of a block are polished.
+a block; D dimensions. P queries of a block are polished.
 """
 
 from __future__ import annotations
@@ -152,7 +152,9 @@ class _Threshold(torch.autograd.Function):
         for start, score_RU in _row_blocks(query_GD, column_UD, skipped, scale, height):
             k_R = k_G[start : start + len(score_RU)]
             threshold_R, slope_R = _solve(score_RU, k_R, alpha)
-            thresholds.append(_polished(score_RU, threshold_R, slope_R, alpha))
+            # Only a whole number of columns can have all of the sum.
+            is_flat_R = (slope_R < _FLAT) & (k_R == k_R.round())
+            thresholds.append(_polished(score_RU, threshold_R, is_flat_R, alpha))
         threshold_G = torch.cat(thresholds)
         ctx.save_for_backward(query_GD, column_UD, threshold_G)
         ctx.skipped = skipped
@@ -200,7 +202,8 @@ def _solve(score_RU: Tensor, k_R: Tensor, alpha: float) -> tuple[Tensor, Tensor]
         alpha: Steepness.
 
     Returns:
-        The threshold [R], and there the sum of z (1 - z) [R] over the columns of all ranks.
+        The threshold [R], and the sum of z (1 - z) [R] over the columns of all ranks before the
+        last step, which was tiny.
     """
     low_R, high_R = _bracket(score_RU, alpha)
     threshold_R = low_R
@@ -235,7 +238,7 @@ def _solve(score_RU: Tensor, k_R: Tensor, alpha: float) -> tuple[Tensor, Tensor]
     return threshold_R, slope_R
 
 
-def _polished(score_RU: Tensor, threshold_R: Tensor, slope_R: Tensor, alpha: float) -> Tensor:
+def _polished(score_RU: Tensor, threshold_R: Tensor, is_flat_R: Tensor, alpha: float) -> Tensor:
     """The thresholds, exact also for queries whose k best columns are far ahead of the rest; collective.
 
     For them the sum rounds to k anywhere in the gap. What the k best lack to 1 and what the rest
@@ -245,26 +248,26 @@ def _polished(score_RU: Tensor, threshold_R: Tensor, slope_R: Tensor, alpha: flo
     Args:
         score_RU: Scores with this rank's columns; -inf for skipped ones.
         threshold_R: At which the sum of z rounds to k.
-        slope_R: Sum of z (1 - z) there.
+        is_flat_R: Whether the sum of z hardly changes with the threshold there, and k is whole.
         alpha: Steepness.
     """
     # All ranks must polish the same queries.
-    votes_R = collectives.sum_over_ranks((slope_R < _FLAT).int())
-    flat_F = votes_R.nonzero().flatten()
-    if not len(flat_F):
+    votes_R = collectives.sum_over_ranks(is_flat_R.int())
+    flat_P = votes_R.nonzero().flatten()
+    if not len(flat_P):
         return threshold_R
-    score_FU = score_RU[flat_F]
-    polished_F = threshold_R[flat_F]
+    score_PU = score_RU[flat_P]
+    polished_P = threshold_R[flat_P]
     for _ in range(2):
-        x_FU = alpha * (score_FU + polished_F[:, None])
-        log_small_FU = F.logsigmoid(-x_FU.abs())
-        log_rest_F = torch.where(x_FU < 0, log_small_FU, -torch.inf).logsumexp(dim=1)
-        log_lacking_F = torch.where(x_FU >= 0, log_small_FU, -torch.inf).logsumexp(dim=1)
-        log_both_2F = _log_sum_over_ranks(torch.stack([log_rest_F, log_lacking_F]))
-        step_F = (log_both_2F[1] - log_both_2F[0]) / (2 * alpha)
+        x_PU = alpha * (score_PU + polished_P[:, None])
+        log_small_PU = F.logsigmoid(-x_PU.abs())
+        log_rest_P = torch.where(x_PU < 0, log_small_PU, -torch.inf).logsumexp(dim=1)
+        log_lacking_P = torch.where(x_PU >= 0, log_small_PU, -torch.inf).logsumexp(dim=1)
+        log_both_2P = _log_sum_over_ranks(torch.stack([log_rest_P, log_lacking_P]))
+        step_P = (log_both_2P[1] - log_both_2P[0]) / (2 * alpha)
         # A query without columns has nothing to balance.
-        polished_F = polished_F + step_F.nan_to_num(0.0, 0.0, 0.0)
-    return threshold_R.index_copy(0, flat_F, polished_F)
+        polished_P = polished_P + step_P.nan_to_num(0.0, 0.0, 0.0)
+    return threshold_R.index_copy(0, flat_P, polished_P)
 
 
 def _bracket(score_RU: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
@@ -301,10 +304,10 @@ def _sum_and_squares(z_RU: Tensor) -> tuple[Tensor, Tensor]:
     return sum_R, squares_R
 
 
-def _log_sum_over_ranks(log_: Tensor) -> Tensor:
-    """The logarithm of the sum of exp(log_) over ranks; collective."""
+def _log_sum_over_ranks(log_of_rank: Tensor) -> Tensor:
+    """The logarithm of the sum of exp(log_of_rank) over ranks; collective."""
     # Logarithms cannot be summed by an all-reduce, so every rank gets all of them.
-    return collectives.gather_equal(log_).logsumexp(dim=0)
+    return collectives.gather_equal(log_of_rank).logsumexp(dim=0)
 
 
 def _column_blocks(

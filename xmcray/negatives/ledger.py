@@ -50,19 +50,17 @@ class Ledger:
                 return folder
         return None
 
-    def restore(
-        self, inputs: Mapping[str, str], published: Sequence[int], in_use: int | None = None
-    ) -> None:
+    def restore(self, inputs: Mapping[str, str], published: Sequence[int], oldest: int = 0) -> None:
         """Brings the files to the state of a checkpoint.
 
         Args:
             inputs: SHA-256 of the query blocks, rows and marks that existed then, by path relative
                 to the ledger.
             published: versions that were published then; later ones start anew.
-            in_use: the version whose negatives were used then; older ones may have been removed.
+            oldest: version that was in use then; older ones may have been removed.
         Raises:
-            StorageError: a version that is yet to be used is missing, or an input of a version that
-                is not complete is missing or altered.
+            StorageError: a version is missing, or an input of one that is not complete is missing
+                or altered.
         """
         names_of: defaultdict[int, list[str]] = defaultdict(list)
         for name in inputs:
@@ -70,7 +68,7 @@ class Ledger:
         folders = self.versions()
         found = {folder.version for folder in folders}
         for version in sorted({*names_of, *published} - found):
-            if in_use is None or version > in_use:
+            if version >= oldest:
                 raise StorageError(
                     f"{self.path} lacks version {version} of the negatives; resume from an earlier copy of the run"
                 )

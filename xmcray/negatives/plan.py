@@ -34,7 +34,7 @@ class NegativesConfig:
         schedule: "scheduled" switches versions at fixed steps, so that runs can be repeated
             exactly; "eager" takes the newest complete version at any step and never waits.
         wait_s: seconds that "scheduled" waits for a version that is late.
-        max_age: epochs after which negatives that could not be refreshed, or never came, end the run.
+        max_age: epochs, counted from when a version was due, after which a run without it ends.
         max_relative_score: hard negatives whose score exceeds this share of the score of the
             query's best positive are left out, because they are probably right answers that the
             data does not list; 0 keeps all.

@@ -369,7 +369,9 @@ class ShortlistFeed:
     def _restore_ledger(self, state: Mapping[str, Any]) -> None:
         inputs: Mapping[str, str] = state.get("inputs", {})
         self.ledger.path.mkdir(parents=True, exist_ok=True)
-        self.ledger.restore(inputs, state.get("published", []), state.get("version"))
+        in_use = (state.get("version"), state.get("clusters_version"))
+        oldest = min((version for version in in_use if version is not None), default=0)
+        self.ledger.restore(inputs, state.get("published", []), oldest)
         # Query blocks of a withdrawn attempt have moved to the next one, where they have other
         # names.
         for name, sha256 in inputs.items():

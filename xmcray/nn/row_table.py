@@ -30,10 +30,6 @@ Where = Tensor | slice  # distinct row ids, or a range of rows
 _STATE_NAMES = {"sgd": ("momentum",), "adagrad": ("square_sum",), "adam": ("mean", "square")}
 
 
-# Squares of gradients underflow in float32, and the smaller eps, the longer the step that is left.
-LEAST_EPS = 1e-16
-
-
 @dataclass(frozen=True, kw_only=True)
 class RowOptimConfig:
     """How rows are updated.
@@ -69,7 +65,7 @@ class RowOptimConfig:
             momentum=(0, 0.9999),
             beta1=(0, 0.999_999),
             beta2=(0, 0.999_999),
-            eps=LEAST_EPS,
+            eps=1e-30,
         )
         check_decay("lr", self.lr, "weight_decay", self.weight_decay)
 

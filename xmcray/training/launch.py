@@ -112,7 +112,6 @@ def train(
     card = opened.card
     for warning in clipped(config, card.num_train, card.num_labels, num_without_text):
         logger.warning(warning)
-    config = _with_negatives_there_are(config, card.num_labels)
     unread = config.without_effect()
     if unread:
         logger.warning(
@@ -138,12 +137,6 @@ def train(
         _train_one(run, opened, watch)
         run.remove_vectors()  # the selection has used the same folder
     return run
-
-
-def _with_negatives_there_are(config: RunConfig, num_labels: int) -> RunConfig:
-    """The settings with at most as many hard negatives as labels: a curriculum takes shares of them."""
-    hard = min(config.negatives.hard, num_labels)
-    return dataclasses.replace(config, negatives=dataclasses.replace(config.negatives, hard=hard))
 
 
 def _warn_of_noise(data: TrainingData) -> None:

@@ -118,6 +118,8 @@ def assemble(
         gradient_free_encode: Used in place of the encoder where the method needs no gradient.
     """
     optim = config.optim
+    # A curriculum takes shares of the labels that there are.
+    num_hard = min(config.negatives.hard, data.num_labels)
     embedder = Embedder(encoder, optim.micro_batch)
     encode = PrefixEncode(embedder)
     context = MethodContext(
@@ -127,7 +129,7 @@ def assemble(
         dim=encoder.dim,
         data=data,
         partition=partition,
-        negatives=config.negatives,
+        negatives=dataclasses.replace(config.negatives, hard=num_hard),
         seed=optim.seed,
         dtype=optim.dtype,
         device=device,

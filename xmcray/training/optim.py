@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from xmcray.config import check_choices, check_decay, check_ranges
-from xmcray.nn.row_table import LEAST_EPS, RowOptimConfig, RowTable, sum_by_row
+from xmcray.nn.row_table import RowOptimConfig, RowTable, sum_by_row
 from xmcray.parallel import collectives
 from xmcray.training.gradients import GradientSum
 
-_BELOW_ONE = 0.999_999  # Adam divides by 1 - beta
+# Adam divides by 1 - beta, and by eps where a gradient is 0.
+_BELOW_ONE = 0.999_999
+_ABOVE_ZERO = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ class OptimConfig:
             warmup_steps=0,
             beta1=(0, _BELOW_ONE),
             beta2=(0, _BELOW_ONE),
-            eps=LEAST_EPS,
+            eps=_ABOVE_ZERO,
             micro_batch=0,
             seed=0,
         )

@@ -93,11 +93,11 @@ def test_a_restore_misses_a_version_that_is_gone(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     inputs = {"v00003-0000/queries/00000006-0000.npz": "0" * 64}
     # Version 2 was in use, so version 1 may have been removed since.
-    ledger.restore({}, published=[1], in_use=2)
+    ledger.restore({}, published=[1], oldest=2)
     with pytest.raises(StorageError, match="lacks version 3 of the negatives; resume from"):
-        ledger.restore(inputs, published=[1], in_use=2)
-    with pytest.raises(StorageError, match="lacks version 1"):
-        ledger.restore({}, published=[1])
+        ledger.restore(inputs, published=[1], oldest=2)
+    with pytest.raises(StorageError, match="lacks version 2"):
+        ledger.restore({}, published=[1, 2], oldest=2)
 
 
 def test_a_restore_keeps_the_blocks_that_the_checkpoint_lists(tmp_path: Path) -> None:

@@ -9,16 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from corpora import corpus_of
 from shell import Shell
 
+from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, DataError
+from xmcray.methods.astra import Astra
 from xmcray.methods.one_vs_all import OneVsAll
 from xmcray.methods.registry import method_entry, method_names
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import clipped, train
+from xmcray.training.loop import build
 from xmcray.training.records import read_records
 from xmcray.training.run import RunConfig
 
@@ -243,13 +247,13 @@ def test_what_is_clipped_is_said() -> None:
     assert lines("dexml", "negatives.cluster_size=9", "optim.epochs=6") == []
 
 
-def test_a_curriculum_grows_to_the_labels_there_are(
-    corpora: dict[str, Corpus], tmp_path: Path
-) -> None:
-    settings = [*SETTINGS, "negatives.hard=40", "negatives.curriculum=4", "negatives.index=Flat"]
-    run = train(corpora["one"].path, tmp_path / "run", RunConfig.resolve("astra", {}, settings))
-    num_labels = corpora["one"].card.num_labels
-    assert run.config.negatives.hard == num_labels < 40
+def test_a_curriculum_grows_to_the_labels_there_are(corpora: dict[str, Corpus]) -> None:
+    config = RunConfig.resolve("astra", {}, ["negatives.hard=40", "negatives.curriculum=4"])
+    data = TrainingData(corpora["one"], config.data)
+    setup = build(config, data, torch.device("cpu"))
+    last_epoch = config.negatives.start_epoch + 3
+    assert isinstance(setup.method, Astra)
+    assert setup.method.context.negatives.hard_at(last_epoch) == data.num_labels < 40
 
 
 def test_a_validation_split_without_a_query_is_said() -> None:
