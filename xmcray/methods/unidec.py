@@ -244,9 +244,11 @@ class Unidec(Method):
             row_UE = self.tables["classifier"].rows(local_U)
             row_loss = self._psl(row_GE, row_UE, inputs.rows, config.balance_classifier)
             total = total + (1 - config.balance) * row_loss
-        # Hard negatives and clusters are those of the query itself, without dropout.
-        with torch.no_grad():
-            searched_BE = self.heads.text(query_BD) if config.dropout else text_BE.detach()
+        searched_BE = text_BE.detach()
+        if config.dropout and self.context.negatives.refreshed:
+            # Hard negatives and clusters are those of the query itself, without dropout.
+            with torch.no_grad():
+                searched_BE = self.heads.text(query_BD)
         return StepOutput(total, len(batch.query_ids), searched_BE)
 
     def index_rows(self) -> Tensor:
