@@ -33,3 +33,10 @@ def test_clusters_double_at_the_start_of_their_epochs() -> None:
     # 100 queries: 25 clusters of 4 become 16, 12 of 8 become 8, 6 of 16 become 4.
     assert [config.num_clusters_at(epoch, 100) for epoch in range(7)] == [16, 16, 8, 8, 8, 4, 4]
     assert config.num_clusters_at(0, 3) == 1
+
+
+def test_torch_alone_searches_an_exact_index_on_a_gpu() -> None:
+    suits_gpu = {
+        index: NegativesConfig(hard=1, index=index).suits_gpu for index in ("auto", "Flat", "HNSW8")
+    }
+    assert suits_gpu == {"auto": True, "Flat": True, "HNSW8": False}

@@ -22,7 +22,7 @@ from xmcray.negatives.refresh import (
     run_version,
     wait_published,
 )
-from xmcray.negatives.shortlists import ShortlistFeed
+from xmcray.negatives.shortlists import ShortlistFeed, check_state
 from xmcray.negatives.version_folder import VersionFolder
 from xmcray.parallel import collectives
 from xmcray.types import Batch, Ragged
@@ -225,6 +225,31 @@ def test_eager_takes_no_clusters_before_they_are_due(tmp_path: Path) -> None:
     assert has_clusters == [False] * 6 + [True] * 6
     assert refresher.started[0] == 0
     feed.close()
+
+
+def test_clusters_double_when_they_are_due(tmp_path: Path) -> None:
+    refresher = FakeRefresher()
+    settings = {"cluster_size": 1, "cluster_doubles": (4,)}
+    refresher.config = replace(refresher.config, **settings)
+    # One version serves to the end.
+    feed = feed_in(tmp_path, refresher, refresh_every=4, **settings)
+    num_clusters = []
+    for step in range(STEPS_PER_EPOCH * NUM_EPOCHS):
+        feed.before_step(step)
+        if feed.clusters is not None:
+            num_clusters.append(len(np.unique(feed.clusters.cluster)))
+        feed.after_step(batch_of(step), torch.full((QUERIES, 2), float(step)))
+    # Of three queries two clusters, of which there is one from epoch 4 on.
+    assert num_clusters == [2] * 4 + [1] * 4
+    feed.close()
+
+
+def test_a_version_may_be_as_high_as_the_step() -> None:
+    state = {"inputs": {}, "published": [3], "version": 3}
+    state |= {"clusters_version": None, "broken_at_step": None}
+    check_state(state, 3)
+    with pytest.raises(ValueError, match="found 3, expected a number of at most 2"):
+        check_state(state, 2)
 
 
 class FailingRefresher(FakeRefresher):
