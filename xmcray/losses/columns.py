@@ -176,8 +176,8 @@ class _Threshold(torch.autograd.Function):
             stop = start + len(score_RU)
             rows = slice(start, stop)
             distance_RU = score_RU.add_(threshold_G[rows, None]).mul_(ctx.alpha).abs_()
-            # log(z (1 - z)) = -|x| - 2 log(1 + exp(-|x|)): the product itself is lost where z
-            # rounds to 1, and where all columns are far from the threshold.
+            # With x = alpha (score + t), log(z (1 - z)) = -|x| - 2 log(1 + exp(-|x|)). The product
+            # itself is lost where z rounds to 1, and where all columns are far from the threshold.
             log_slope_RU = F.softplus(-distance_RU).mul_(-2).sub_(distance_RU)
             log_sum_R = _log_sum_over_ranks(log_slope_RU.logsumexp(dim=1))
             # A query without columns has -inf, and its shares must be 0.
