@@ -53,7 +53,6 @@ def main() -> None:
     parser.add_argument("--set", dest="sets", nargs="+", choices=SETS, default=list(SETS))
     options = parser.parse_args()
     load = refuse_if_busy(options.anyway)
-    data_sets.offer_minilm()
     table: list[list[object]] = []
     for name in options.sets:
         corpus = data_sets.corpus(name)

@@ -108,6 +108,7 @@ def preset(name: str, overrides: Sequence[str] = (), method: str = "astra") -> R
         overrides: dotted settings over the preset.
         method: its name.
     """
+    offer_minilm()  # which many presets name
     values: dict[str, Any] = {}
     if f"{method}/{name}" in configs.presets():
         values = configs.load_yaml(f"preset:{method}/{name}")

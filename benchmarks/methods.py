@@ -85,7 +85,6 @@ def main() -> None:
         arguments.override += ["optim.epochs=1", "encoder.dim=32", "negatives.hard=0"]
     load = refuse_if_busy(arguments.anyway or arguments.quick)
     torch.set_num_threads(arguments.threads)
-    data_sets.offer_minilm()
     deadline = time.monotonic() + 60 * arguments.minutes
     store = Path(os.devnull) if arguments.quick else STORE
     for name in arguments.sets:

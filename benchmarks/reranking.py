@@ -38,7 +38,6 @@ def main() -> None:
     options = parser.parse_args()
     load = refuse_if_busy(options.anyway)
     torch.set_num_threads(options.threads)
-    data_sets.offer_minilm()
     corpus = data_sets.corpus(options.name)
     if corpus is None:
         raise SystemExit(f"{options.name} is not in {data_sets.DATA}")
