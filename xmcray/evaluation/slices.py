@@ -88,8 +88,8 @@ def _metrics_of(
 ) -> dict[str, Any]:
     """The main metrics of some of the queries, with their intervals."""
     members = QueryValues(per_query.gain_QM[is_member_Q], per_query.divisor_QM[is_member_Q])
-    gains = members.gain_QM.sum(0, dtype=np.float64)
-    divisors = members.divisor_QM.sum(0, dtype=np.float64)
+    gains = members.gain_QM.sum(axis=0)
+    divisors = members.divisor_QM.sum(axis=0)
     values = (gains / divisors).tolist()
     metrics: dict[str, Any] = dict(zip(MAIN_METRICS, values, strict=True))
     metrics["intervals"] = bootstrap_intervals(members, resamples, seed)

@@ -120,20 +120,21 @@ class _ChunkedBce(torch.autograd.Function):
             score_GC = (query_GD @ row_CD.T).add_(logit_prior)
 
             score_GC[block_skipped.rows, block_skipped.columns] = -torch.inf
+            # bce(s, 1) = softplus(-s) = bce(-s, 0). So positives change their sign and are then
+            # treated like negatives, which keeps the last bits of a small loss.
             positive = block_positives.rows, block_positives.columns
-            # softplus(-s) = softplus(s) - s, so positives only subtract their score.
-            total += F.softplus(score_GC).sum() - score_GC[positive].sum()
-            more_P = None
+            negated_P = -score_GC[positive]
+            score_GC[positive] = negated_P
+            total += F.softplus(score_GC).sum()
+            weight_P = torch.ones_like(negated_P)
             if block_positives.weights is not None:
-                # A positive of weight w counts w - 1 times more.
-                more_P = block_positives.weights.to(score_GC) - 1
-                total += (more_P * F.softplus(-score_GC[positive])).sum()
+                weight_P = block_positives.weights.to(negated_P)
+                # The sum above has counted them once.
+                total += ((weight_P - 1) * F.softplus(negated_P)).sum()
 
             # In place: the scores are not needed any more.
             grad_GC = score_GC.sigmoid_()
-            grad_GC[positive] -= 1
-            if more_P is not None:
-                grad_GC[positive] *= 1 + more_P
+            grad_GC[positive] *= -weight_P
             grad_query_GD.addmm_(grad_GC, row_CD)
             grad_row_SD[start:stop] = grad_GC.T @ query_GD
         ctx.save_for_backward(grad_query_GD, grad_row_SD)

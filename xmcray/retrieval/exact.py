@@ -111,10 +111,9 @@ def exact_keys(
     # Rows without an id are scored like all others and masked afterwards: leaving them out would
     # change the shape of the product, and with it the last bits of other scores.
     has_unanswerable = bool((id_N < 0).any())
-    block_queries, block_rows = GPU_BLOCK if device.type == "cuda" else CPU_BLOCK
-    # Few rows need no full block, but whole groups.
-    num_groups = math.ceil(num_vectors / GROUP)
-    block_rows = min(block_rows, num_groups * GROUP)
+    most_queries, most_rows = GPU_BLOCK if device.type == "cuda" else CPU_BLOCK
+    block_queries = _block_size(len(query_QD), most_queries)
+    block_rows = _block_size(num_vectors, most_rows)
     keys = [best_QK[:0]]
     for start in range(0, len(query_QD), block_queries):
         query_BD = query_QD[start : start + block_queries].to(device)
@@ -122,7 +121,7 @@ def exact_keys(
         hidden = rows.hidden.slice(start, start + len(query_BD))
         # One buffer for all blocks: fresh memory costs more than the product that fills it.
         buffer_BR = query_BD.new_empty((len(query_BD), block_rows))
-        for first in range(0, num_vectors, max(1, block_rows)):
+        for first in range(0, num_vectors, block_rows):
             vector_RD = vector_ND[first : first + block_rows].to(query_BD.dtype)
             id_R = id_N[first : first + block_rows]
             # The last block may be shorter than the buffer. The rest of the buffer is no answer.
@@ -137,6 +136,24 @@ def exact_keys(
         # Queries are independent, so their keys leave the device as soon as they are final.
         keys.append(best_BK.cpu())
     return torch.cat(keys)
+
+
+def _block_size(count: int, most: int) -> int:
+    """The size of blocks of queries or rows: whole groups, and a last block of at least one group.
+
+    Products with one or a few rows are summed in another order. With them, equal vectors would have
+    different scores.
+
+    Args:
+        count: of all queries or rows.
+        most: of one block.
+    """
+    # Few rows need no full block.
+    num_groups = max(1, math.ceil(count / GROUP))
+    size = min(most, num_groups * GROUP)
+    while 0 < count % size < GROUP < size:
+        size -= GROUP
+    return size
 
 
 def _few_query_keys(

@@ -334,8 +334,7 @@ class HitValues:
         """float64 [M], the sum of each metric's divisors over all queries."""
         no_answers = TopLabels.empty(len(self.truth), DEPTH)
         per_query = self.metrics_of(no_answers, self.truth).per_query()
-        divisor_QM = per_query.divisor_QM[:, columns].astype(np.float64)
-        divisor_M: Float64Array = divisor_QM.sum(axis=0)
+        divisor_M: Float64Array = per_query.divisor_QM[:, columns].sum(axis=0)
         return divisor_M
 
     def metrics_of(self, top: TopLabels, truth: Ragged) -> Metrics:

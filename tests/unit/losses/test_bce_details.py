@@ -36,6 +36,22 @@ def test_the_exact_loss_has_a_prior_and_leaves_out_skipped_pairs(chunk_labels: i
     assert torch.autograd.gradcheck(loss, (query_GD, row_SD))
 
 
+def test_the_exact_loss_of_a_high_score_keeps_its_digits() -> None:
+    """exp(-20) is far below the last bit of the score 20."""
+    query_GD = torch.tensor([[20.0]], requires_grad=True)
+    row_SD = torch.tensor([[1.0]])
+    none = torch.empty(0, dtype=torch.int64)
+    positive = Pairs(torch.tensor([0]), torch.tensor([0]))
+
+    loss = full_bce(query_GD, row_SD, positive, Pairs(none, none))
+    loss.backward()
+
+    torch.testing.assert_close(loss, torch.tensor(20.0).neg().exp(), atol=0, rtol=1e-5)
+    torch.testing.assert_close(
+        query_GD.grad, torch.tensor([[-20.0]]).exp().neg(), atol=0, rtol=1e-5
+    )
+
+
 def test_the_sampled_loss_weighs_pairs_and_pool() -> None:
     """A positive of weight 2.5, a hard negative, and a pool of two labels that weighs 4."""
     pair_score_P = torch.tensor([1.0, -0.5], dtype=torch.float64, requires_grad=True)

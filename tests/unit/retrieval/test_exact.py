@@ -227,6 +227,27 @@ def test_rows_that_arrive_in_rising_order_of_score(monkeypatch: pytest.MonkeyPat
     ]
 
 
+@pytest.mark.parametrize("num_queries", [257, 258, 769])
+def test_equal_vectors_are_answered_by_id_whatever_is_left_for_the_last_block(
+    num_queries: int,
+) -> None:
+    """Blocks have 256 queries and 4,096 rows, so a few of each are left."""
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((4098, 64), dtype=np.float32)
+    originals, twins = np.split(rng.permutation(len(rows)), 2)
+    rows[twins] = rows[originals]
+    near = rows[rng.integers(len(rows), size=num_queries)]
+    queries = near + 0.1 * rng.standard_normal(near.shape, dtype=np.float32)
+
+    top = exact_search(rows, queries, 10)
+
+    vectors = rows[top.ids]
+    is_twin_of_next = (vectors[:, :-1] == vectors[:, 1:]).all(axis=2)
+    assert is_twin_of_next.any()
+    is_ascending = top.ids[:, :-1] < top.ids[:, 1:]
+    assert is_ascending[is_twin_of_next].all()
+
+
 def test_no_rows_and_no_queries() -> None:
     rows = np.ones((5, 4), np.float32)
     queries = np.ones((2, 4), np.float32)
