@@ -10,12 +10,16 @@ from xmcray.losses.bce import full_bce, sampled_bce
 from xmcray.losses.pairs import Pairs
 
 # Pairs of a query and a label, as (queries, labels).
-POSITIVES = Pairs(torch.tensor([0, 1, 1]), torch.tensor([2, 0, 4]))
+POSITIVES = Pairs(
+    torch.tensor([0, 1, 1]),
+    torch.tensor([2, 0, 4]),
+    weights=torch.tensor([1.0, 2.5, 0.5], dtype=torch.float64),
+)
 SKIPPED = Pairs(torch.tensor([0, 2]), torch.tensor([3, 1]))
 
 
 @pytest.mark.parametrize("chunk_labels", [2, 100])
-def test_the_exact_loss_has_a_prior_and_leaves_out_skipped_pairs(chunk_labels: int) -> None:
+def test_the_exact_loss_has_a_prior_and_weights_and_leaves_out_skipped_pairs(chunk_labels: int) -> None:
     torch.manual_seed(0)
     query_GD = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     row_SD = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
@@ -27,6 +31,7 @@ def test_the_exact_loss_has_a_prior_and_leaves_out_skipped_pairs(chunk_labels: i
     sign_GS = torch.ones(3, 5, dtype=torch.float64)
     sign_GS[POSITIVES.rows, POSITIVES.columns] = -1
     count_GS = torch.ones(3, 5, dtype=torch.float64)
+    count_GS[POSITIVES.rows, POSITIVES.columns] = POSITIVES.weights
     count_GS[SKIPPED.rows, SKIPPED.columns] = 0
     score_GS = query_GD @ row_SD.T - 2.0
     loss_GS = F.softplus(sign_GS * score_GS)
