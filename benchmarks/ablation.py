@@ -32,6 +32,7 @@ sys.path.append(str(Path(__file__).parent / "claims"))
 
 import claim
 import data_sets
+import minilm
 import torch
 from common import mean_and_half_width, new_parser, refuse_if_busy, write_table
 from store import Result, Store, training_name
@@ -208,7 +209,7 @@ def settings(job: Job, epochs: int, arguments: argparse.Namespace) -> RunConfig:
 
 
 def base(name: str, overrides: Sequence[str]) -> RunConfig:
-    """The preset of a set under other settings; FROZEN has that of its set, with MiniLM as encoder."""
+    """The preset of a set under other settings; FROZEN has that of its set, with MiniLM and other rows."""
     if name != FROZEN:
         return data_sets.preset(name, overrides)
     vectors = data_sets.CACHE / "vectors" / BASE
@@ -217,8 +218,12 @@ def base(name: str, overrides: Sequence[str]) -> RunConfig:
         "encoder.frozen=true",
         f"encoder.vectors_folder={vectors}",  # made once for all trainings
         "encoder.bigram_buckets=0",
+        "encoder.dim=0",
     ]
-    return data_sets.preset(BASE, [*encoder, *overrides])
+    # Rows that suit MiniLM's vectors, with as many uniform negatives as the preset has.
+    uniform = data_sets.preset(BASE).negatives.uniform
+    rows = [*minilm.LARGE["astra"], f"negatives.uniform={uniform}"]
+    return data_sets.preset(BASE, [*encoder, *rows, *overrides])
 
 
 # --- results

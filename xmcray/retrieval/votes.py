@@ -247,7 +247,8 @@ def rank_votes(
     # `maximum` only avoids the logarithm of 0: shares below 1 are not compressed.
     compressed_share = 1 + np.log(np.maximum(share, 1))
     share = np.where(share > 1, compressed_share, share)
-    voted = np.flatnonzero(share)
+    # A share that float32 rounds to 0 would be ranked by id, so the fallback ranks its label.
+    voted = np.flatnonzero(share.astype(np.float32))
     voted_pairs = votes.pairs[voted]
     # A pair is query * L + label.
     query_P, label_P = np.divmod(voted_pairs, num_labels)

@@ -39,13 +39,14 @@ from xmcray.permutations import random_sample
 from xmcray.retrieval.bundle import KIND, new_bundle
 from xmcray.retrieval.query_encoder import CHUNK
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.shards import SearchScope
 from xmcray.storage.artifact import link_files, open_artifact, refuse_existing
 from xmcray.storage.manifest import FileEntry, Manifest
 from xmcray.training.held_out import held_out_by, some_rows, without_voters
 from xmcray.training.optim import EncoderOptimizer, OptimConfig, lr_factor
 from xmcray.training.outcome import check_fits
 from xmcray.training.probability_curves import fit_calibration
-from xmcray.types import Float32Array, Int64Array, Ragged, find_sorted, spans
+from xmcray.types import Float32Array, Float64Array, Int64Array, Ragged, find_sorted, spans
 
 # Of training queries, if the teacher's run held none out.
 OWN_HELD_OUT = 0.05
@@ -54,6 +55,8 @@ TEMPERATURE_QUERIES = 256
 # From scores whose differences are thousandths to such of hundreds.
 TEMPERATURES = tuple(float(value) for value in np.geomspace(0.001, 100, 101))
 WARMUP = 0.05  # share of the steps
+# The score of a label that must have no probability. Finite, because 0 times an infinity is no number.
+NEVER = float(np.finfo(np.float32).min)
 _REPLACED = ("encoder/", "calibration/")
 
 
@@ -260,6 +263,7 @@ def _held_out(path: str, about: Mapping[str, Any], corpus: Corpus) -> tuple[Trai
 def _lessons(teacher: Retriever, data: TrainingData, config: Distillation) -> _Lessons:
     """Encodes a sample of the training texts with the teacher and finds its best labels."""
     generator = draws.generator(config.seed, "distil")
+    num_labels = min(config.candidates, teacher.num_labels)
     num_texts = min(config.texts, len(data.query_ids))
     chosen = random_sample(generator, len(data.query_ids), num_texts)
     ids = data.query_ids[np.sort(chosen)]
@@ -267,9 +271,9 @@ def _lessons(teacher: Retriever, data: TrainingData, config: Distillation) -> _L
     labels = []
     for span in spans(len(ids), CHUNK):
         vector_BD = teacher.query_encoder.encode(data.tokens(ids[span]))
-        num_labels = min(config.candidates, teacher.num_labels)
+        scope = SearchScope(exclude=_own_labels(data, ids[span]))
         vectors.append(vector_BD)
-        labels.append(teacher.labels.search(vector_BD, num_labels).ids)
+        labels.append(teacher.labels.search(vector_BD, num_labels, scope).ids)
     temperature = _temperature(teacher, data, config)
     return _Lessons(data, ids, np.concatenate(vectors), np.concatenate(labels), temperature)
 
@@ -282,16 +286,22 @@ def _temperature(teacher: Retriever, data: TrainingData, config: Distillation) -
     rows = some_rows(data.validation_rows, TEMPERATURE_QUERIES, config.seed)
     vector_BD = teacher.query_encoder.encode(data.tokens(rows))
     num_labels = min(config.candidates, teacher.num_labels)
-    top = teacher.labels.search(vector_BD, num_labels)
+    own_labels = _own_labels(data, rows)
+    top = teacher.labels.search(vector_BD, num_labels, SearchScope(exclude=own_labels))
     positives = _positives(data, rows)
     label_C = np.unique(np.concatenate([top.ids.ravel(), positives.values]))
     # -1 stands for a missing answer.
     label_C = label_C[label_C >= 0]
     label_CD = teacher.labels.vectors_of(label_C)
+    is_own_BC = _is_own(own_labels, label_C)
     score_BC = torch.from_numpy(vector_BD @ label_CD.T)
-    target_BC = _shares(positives, label_C)
-    losses = [float(F.cross_entropy(score_BC / value, target_BC)) for value in TEMPERATURES]
-    return TEMPERATURES[int(np.argmin(losses))]
+    target_BC = _shares(positives, data.weights(rows), label_C)
+
+    def loss_at(temperature: float) -> float:
+        kept_BC = (score_BC / temperature).masked_fill(is_own_BC, NEVER)
+        return float(F.cross_entropy(kept_BC, target_BC))
+
+    return min(TEMPERATURES, key=loss_at)
 
 
 def _start(
@@ -335,10 +345,13 @@ def _train(
         student_BD = head(encoder(lessons.data.tokens(ids)))
         if teacher.query_encoder.normalised:
             student_BD = F.normalize(student_BD, dim=-1)
-        taught_BC = F.softmax(teacher_BD @ label_CD.T, dim=1)
-        target_BC = config.positives * _shares(positives, label_C)
-        target_BC += (1 - config.positives) * taught_BC
-        loss = F.cross_entropy(student_BD @ label_CD.T, target_BC)
+        is_own_BC = _is_own(_own_labels(lessons.data, ids), label_C)
+        teacher_BC = (teacher_BD @ label_CD.T).masked_fill(is_own_BC, NEVER)
+        student_BC = (student_BD @ label_CD.T).masked_fill(is_own_BC, NEVER)
+        right_BC = _shares(positives, lessons.data.weights(ids), label_C)
+        taught_BC = F.softmax(teacher_BC, dim=1)
+        target_BC = config.positives * right_BC + (1 - config.positives) * taught_BC
+        loss = F.cross_entropy(student_BC, target_BC)
         error_B = (student_BD - teacher_BD).square().sum(dim=1)
         loss = loss + error_B.mean() / mean_square
         optimizer.zero_grad()
@@ -371,17 +384,37 @@ def _step_labels(
 
 def _positives(data: TrainingData, ids: Int64Array) -> Ragged:
     """Positives of queries and label texts by source id."""
-    internal = data.positives(ids)
+    return _by_source_id(data, data.positives(ids))
+
+
+def _own_labels(data: TrainingData, ids: Int64Array) -> Ragged:
+    """Labels that are the query itself, by source id: they are neither right nor wrong."""
+    return _by_source_id(data, data.excluded(ids))
+
+
+def _by_source_id(data: TrainingData, internal: Ragged) -> Ragged:
     return Ragged(data.corpus.label_order[internal.values], internal.offsets)
 
 
-def _shares(positives: Ragged, label_C: Int64Array) -> Tensor:
-    """[B, C], rows that sum to 1 over the positives among the labels."""
+def _shares(positives: Ragged, weights: Float64Array | None, label_C: Int64Array) -> Tensor:
+    """[B, C], rows that sum to 1 over the positives among the labels, by how much each counts."""
     places, is_there = find_sorted(label_C, positives.values)
     share_BC = torch.zeros(len(positives), len(label_C))
-    share_BC[positives.row_ids[is_there], places[is_there]] = 1
-    num_positives_B1 = share_BC.sum(dim=1, keepdim=True)
-    return share_BC / num_positives_B1.clamp_min(1)
+    counts = torch.ones(int(is_there.sum()))
+    if weights is not None:
+        counts = torch.from_numpy(weights[is_there]).to(counts)
+    share_BC[positives.row_ids[is_there], places[is_there]] = counts
+    sum_B1 = share_BC.sum(dim=1, keepdim=True)
+    # A query none of whose positives count has no share.
+    return share_BC / sum_B1.where(sum_B1 > 0, 1)
+
+
+def _is_own(own_labels: Ragged, label_C: Int64Array) -> Tensor:
+    """bool [B, C], the cells of a query and its own label."""
+    places, is_there = find_sorted(label_C, own_labels.values)
+    is_own_BC = torch.zeros(len(own_labels), len(label_C), dtype=torch.bool)
+    is_own_BC[own_labels.row_ids[is_there], places[is_there]] = True
+    return is_own_BC
 
 
 def _precision(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> tuple[float, float]:

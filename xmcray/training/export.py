@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -34,8 +35,12 @@ from xmcray.training.run import SELECTION, Run
 from xmcray.training.step import encode_queries
 from xmcray.types import Float32Array, Int64Array, Ragged, id_blocks
 
+logger = logging.getLogger(__name__)
+
 _ROWS = 1_000_000  # labels whose vectors are made at once
 _TUNE_QUERIES = 256  # training queries that the index is tuned by
+# Probabilities are taken from the selection of a run if the refit has at least this share of its epochs.
+LEAST_SHARE = 0.5
 
 
 def export_run(
@@ -124,7 +129,8 @@ def _calibrator(
 ) -> Callable[[Path], Calibration | None]:
     """Makes the probabilities of a bundle's answers, if there are queries it was not trained on.
 
-    The curves of a run with --refit are those of RUN/selection, which held queries out.
+    The curves of a run with --refit are those of RUN/selection, which held queries out. They are
+    those of its last epoch. If the refit ended much earlier, its inner products are others.
     """
 
     def calibration_of(bundle: Path) -> Calibration | None:
@@ -134,7 +140,20 @@ def _calibrator(
             selected = selected_bundle(run, corpus)
         except RunError:  # its checkpoint was removed
             return None
-        return None if selected is None else Retriever.load(selected).calibration
+        if selected is None:
+            return None
+        num_epochs = run.config.optim.num_epochs
+        num_selected = Run.open(run.path / SELECTION).config.optim.num_epochs
+        if num_epochs < LEAST_SHARE * num_selected:
+            logger.warning(
+                "no probabilities: they would be those of %d epochs, but the best epoch was %d; train"
+                " again with optim.epochs=%d",
+                num_selected,
+                num_epochs,
+                num_epochs,
+            )
+            return None
+        return Retriever.load(selected).calibration
 
     return calibration_of
 

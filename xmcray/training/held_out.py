@@ -56,9 +56,9 @@ def _held_out_by_run(bundle: str, about: Mapping[str, Any], corpus: Corpus) -> T
     config = configs.build(DataConfig, run_settings.get("data") or {}, "data.")
     if not config.validation:
         raise ConfigError(
-            f"bundle {bundle} was trained on all training queries (data.validation=0), so none is"
-            " left to choose by; name RUN/selection of its run if that was made with --refit,"
-            " or train with data.validation=0.05"
+            f"bundle {bundle} was trained on all training queries (data.validation=0), or its encoder"
+            " on another corpus, so none is left to choose by; name RUN/selection of its run if that"
+            " was made with --refit, or train with data.validation=0.05"
         )
     return TrainingData(corpus, config)
 

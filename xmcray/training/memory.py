@@ -19,7 +19,7 @@ from xmcray.retrieval import bundle as bundles
 from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.memory import remember
-from xmcray.retrieval.query_encoder import QueryEncoder
+from xmcray.retrieval.query_encoder import CHUNK, QueryEncoder
 from xmcray.retrieval.shards import ShardBuild
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.storage.artifact import open_artifact, refuse_existing
@@ -29,7 +29,7 @@ from xmcray.training.export import of_all_labels, sample_rows
 from xmcray.training.held_out import relevance_of
 from xmcray.training.outcome import bundle_of
 from xmcray.training.run import Run
-from xmcray.types import Float32Array, Ragged, id_blocks
+from xmcray.types import Float32Array, Ragged, id_blocks, spans
 
 
 def memory_bundle(
@@ -58,12 +58,16 @@ def memory_bundle(
     trained_encoder, head = open_encoder(encoder, corpus)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     query_encoder = QueryEncoder(
-        trained_encoder.to(device), head.to(device), corpus.tokenizer(), normalised=True
+        trained_encoder.to(device),
+        head.to(device),
+        corpus.tokenizer(),
+        normalised=True,
+        normalised_labels=True,
     )
     encode = _CountingEncoder(query_encoder, progress)
     train = corpus.split("train")
     spec = IndexSpec()
-    held_out = _held_out(encoder)
+    held_out = _held_out(encoder, corpus)
     relevance = relevance_of(held_out, corpus)
     about = {
         "encoder": encoder,
@@ -72,7 +76,7 @@ def memory_bundle(
         "corpus_sha256": corpus.sha256,
         **held_out,
     }
-    labels = _labels(corpus, query_encoder.encoder, encode)
+    labels = _labels(corpus, encode.labels)
     model = BundleModel(
         encoder=query_encoder.encoder,
         head=query_encoder.head,
@@ -85,9 +89,7 @@ def memory_bundle(
     write_bundle(out, model, labels, build, about=about, predictor=predictor)
 
 
-def _labels(
-    corpus: Corpus, encoder: Encoder, encode: Callable[[Ragged], Float32Array]
-) -> BundleLabels:
+def _labels(corpus: Corpus, encode: Callable[[Ragged], Float32Array]) -> BundleLabels:
     """The labels of a corpus, with the vectors of their texts.
 
     The generators read a block at a time while the bundle is written, so memory stays bounded.
@@ -96,8 +98,7 @@ def _labels(
 
     def vectors() -> Iterator[Float32Array]:
         for rows in id_blocks(num_labels):
-            tokens = corpus.label_tokens(corpus.label_order[rows])
-            yield encode(encoder.as_labels(tokens))
+            yield encode(corpus.label_tokens(corpus.label_order[rows]))
 
     return BundleLabels(
         uids=of_all_labels(corpus.label_uids, num_labels),
@@ -122,9 +123,17 @@ class _CountingEncoder:
         self._num_encoded = 0
 
     def __call__(self, tokens: Ragged) -> Float32Array:
-        """float32 [texts, D]."""
+        """float32 [queries, D]."""
+        return self._in_chunks(tokens, self._encoder.encode)
+
+    def labels(self, tokens: Ragged) -> Float32Array:
+        """float32 [labels, D], as an index has them."""
+        return self._in_chunks(tokens, self._encoder.encode_labels)
+
+    def _in_chunks(self, tokens: Ragged, encode: Callable[[Ragged], Float32Array]) -> Float32Array:
         vectors = [np.empty((0, self._encoder.dim), np.float32)]
-        for chunk in self._encoder.encode_chunks(tokens):
+        for span in spans(len(tokens), CHUNK):
+            chunk = encode(tokens.slice(span.start, span.stop))
             vectors.append(chunk)
             self._num_encoded += len(chunk)
             if self._progress is not None:
@@ -132,19 +141,28 @@ class _CountingEncoder:
         return np.concatenate(vectors)
 
 
-def _held_out(encoder: str) -> dict[str, Any]:
+def _held_out(encoder: str, corpus: Corpus) -> dict[str, Any]:
     """The settings that say which training queries the encoder's run held out, for the manifest.
 
-    A sweep over settings of the memory uses these queries. Empty if they are not known.
+    A sweep over settings of the memory uses these queries. Empty if they are not known: an encoder's
+    folder and a hub id count as trained on none of them.
     """
     if (Path(encoder) / "run.json").is_file():
-        settings = Run.open(encoder).config.to_dict()
-        return {"config": {"data": settings["data"]}}
-    if not _is_bundle(encoder):
+        run = Run.open(encoder)
+        data = run.config.to_dict()["data"]
+        corpus_sha256 = run.corpus_sha256
+    elif _is_bundle(encoder):
+        _, manifest = open_artifact(encoder, bundles.KIND, contents=False)
+        data = manifest.about.get("config", {}).get("data")
+        corpus_sha256 = manifest.about.get("corpus_sha256", corpus.sha256)
+    else:
         return {}
-    _, manifest = open_artifact(encoder, bundles.KIND, contents=False)
-    data = manifest.about.get("config", {}).get("data")
-    return {"config": {"data": data}} if data else {}
+    if not data:
+        return {}
+    if corpus_sha256 != corpus.sha256:
+        # The other corpus may have any of these queries, so none is sure to be held out.
+        data = {**data, "validation": 0.0}
+    return {"config": {"data": data}}
 
 
 def _is_bundle(path: str) -> bool:

@@ -5,7 +5,8 @@
     index.factory, .nprobe, .candidates, .ef_search   speed and quality of an index of the bundle
 
 The queries are those that the bundle's run held out for validation, never the test split. A memory
-that holds these queries answers them without those entries.
+that holds these queries answers them without those entries; fusion and index settings are compared
+on bundles without one.
 """
 
 from __future__ import annotations
@@ -410,6 +411,11 @@ def _sweep_fusion(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSettin
         raise ConfigError(
             f"the bundle's own fusion.text_weight is {head.text_share:g}, so its vectors hold only"
             " one of the two answers; train with a weight between 0 and 1"
+        )
+    if held_out.retriever.memory is not None:
+        raise ConfigError(
+            "fusion.text_weight is swept on bundles without a memory;"
+            " name the bundle of its encoder's run"
         )
     measured = []
     for values in grid:

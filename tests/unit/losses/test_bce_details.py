@@ -19,7 +19,9 @@ SKIPPED = Pairs(torch.tensor([0, 2]), torch.tensor([3, 1]))
 
 
 @pytest.mark.parametrize("chunk_labels", [2, 100])
-def test_the_exact_loss_has_a_prior_and_weights_and_leaves_out_skipped_pairs(chunk_labels: int) -> None:
+def test_the_exact_loss_has_a_prior_and_weights_and_leaves_out_skipped_pairs(
+    chunk_labels: int,
+) -> None:
     torch.manual_seed(0)
     query_GD = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     row_SD = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)

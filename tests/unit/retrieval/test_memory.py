@@ -678,6 +678,13 @@ def test_probabilities_that_are_equal_as_float32_are_ordered_by_label() -> None:
     assert top.scores.tolist() == [[1.0, 1.0]]
 
 
+def test_a_share_too_small_for_float32_is_ranked_by_its_inner_product() -> None:
+    votes = Votes(np.array([2, 3, 7]), np.array([1.0, 1e-60, 1e-50]), np.zeros(3))
+    nearest = TopLabels(np.array([[2, 7, 3]]), np.array([[0.9, 0.8, 0.7]], np.float32))
+    top = rank_votes(votes, 1.0, 3, nearest, 10)
+    assert top.ids.tolist() == [[2, 7, 3]]
+
+
 def test_labels_without_votes_follow_even_if_their_vectors_are_long() -> None:
     # One query, five labels: label 3 has a small vote, all inner products are above 2.
     votes = Votes(

@@ -16,10 +16,12 @@ import xmcray
 from xmcray.data.corpus import Corpus
 from xmcray.errors import XmcrayError
 from xmcray.retrieval.bundle import KIND
+from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.storage.manifest import read_manifest
-from xmcray.training.distil import _held_out
+from xmcray.training.distil import TEMPERATURES, Distillation, _held_out, _lessons, _shares
 from xmcray.training.memory import memory_bundle
+from xmcray.types import Ragged
 
 NUM_LABELS = 23
 SMALL = {"epochs": 8, "batch_size": 32, "lr": 0.01, "bigram_buckets": 50, "random_labels": 5}
@@ -93,6 +95,27 @@ def test_label_texts_are_learned_also_if_the_teacher_did_not_train_on_them(
     assert are_new == bool(validation)
     assert len(data.validation_rows)
     assert len(data.query_ids) == len(data.training_rows) + NUM_LABELS
+
+
+def test_a_query_is_no_answer_to_itself(corpus: Corpus, teacher: Path) -> None:
+    data, _ = _held_out("bundle", {}, corpus)
+    retriever = Retriever.load(teacher)
+    config = Distillation(candidates=NUM_LABELS)
+    lessons = _lessons(retriever, data, config)
+    own = data.excluded(lessons.ids)
+    assert len(own.values)
+    own_labels = corpus.label_order[own.values]
+    taught = lessons.labels[own.row_ids]
+    assert not (taught == own_labels[:, None]).any()
+    # A temperature of a score that is no number would be the first of all.
+    assert TEMPERATURES[0] < lessons.temperature < TEMPERATURES[-1]
+
+
+def test_positives_count_by_their_relevance() -> None:
+    positives = Ragged.from_rows([np.array([2, 5, 7]), np.array([5]), np.array([7])])
+    weights = np.array([1.0, 3.0, 9.0, 0.0, 0.5])
+    share_BC = _shares(positives, weights, np.array([2, 3, 5]))
+    assert share_BC.tolist() == [[0.25, 0, 0.75], [0, 0, 0], [0, 0, 0]]
 
 
 def test_mistakes_are_one_line_and_leave_nothing(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+from corpora import planted_corpus
 
 from xmcray.errors import ConfigError
+from xmcray.retrieval.retriever import Retriever
+from xmcray.training import launch
+from xmcray.training.export import export_run
 from xmcray.training.launch import refit_config, train
 from xmcray.training.run import Run, RunConfig
 
@@ -43,3 +48,24 @@ def test_a_single_validation_chooses_nothing(every: int, tmp_path: Path) -> None
     config = RunConfig.resolve("dexml", {}, settings)
     with pytest.raises(ConfigError, match=f"validate_every is {every} and validates the last of 4"):
         train(tmp_path / "corpus", tmp_path / "out", config, refit=True)
+
+
+@pytest.mark.parametrize("best", [1, 2])
+def test_a_refit_much_shorter_than_its_selection_has_no_probabilities(
+    best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    corpus = planted_corpus(tmp_path, num_queries=200)
+    choose = launch.refit_config
+
+    def chosen(selection: Run) -> RunConfig:
+        config = choose(selection)
+        return dataclasses.replace(config, optim=dataclasses.replace(config.optim, stop_epoch=best))
+
+    monkeypatch.setattr(launch, "refit_config", chosen)
+    settings = ["optim.epochs=4", "encoder.dim=8", "cluster.workers=0", "data.validation=0.2"]
+    config = RunConfig.resolve("dexml", {}, settings)
+    run = train(corpus.path, tmp_path / "run", config, refit=True)
+    export_run(run, tmp_path / "bundle", corpus)
+    has_probabilities = Retriever.load(tmp_path / "bundle").calibration is not None
+    assert has_probabilities == (best == 2)
+    assert ("the best epoch was 1" in caplog.text) == (best == 1)

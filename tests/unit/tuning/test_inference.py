@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from corpora import planted_corpus
+from corpora import grown_corpora, planted_corpus
 from shell import Shell
 
 from xmcray.data.batches import DataConfig, TrainingData
@@ -26,6 +26,7 @@ from xmcray.retrieval.memory import Memory, RememberedQueries
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ShardBuild, ShardedIndex, VectorShard
 from xmcray.retrieval.votes import MemoryConfig
+from xmcray.training.export import export_run
 from xmcray.training.launch import train
 from xmcray.training.memory import memory_bundle
 from xmcray.training.run import RunConfig
@@ -48,13 +49,13 @@ def memory(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "bundle")
 
 
-def of_two_heads(corpus: Corpus, folder: Path, config: RunConfig) -> str:
+def of_two_heads(corpus: Corpus, folder: Path, config: RunConfig, text_share: float = 0.5) -> str:
     """A bundle as UniDEC makes it, whose rows are noise: only the label texts answer."""
     encoder = build_encoder(EncoderConfig(dim=16), corpus.tokenizer(), None, seed=0).eval()
-    head = TwoHeads(16, 16)
+    head = TwoHeads(16, 16, text_share=text_share)
     head.reset(0)
     with torch.no_grad():
-        vectors = head(encoder(corpus.label_tokens(corpus.label_order))).numpy()
+        vectors = head.label_vectors(encoder(corpus.label_tokens(corpus.label_order))).numpy()
     noise = np.random.default_rng(0).standard_normal((LABELS, 16), np.float32)
     vectors[:, 16:] = noise / np.linalg.norm(noise, axis=1, keepdims=True)
     ids = np.arange(LABELS)
@@ -166,6 +167,10 @@ def test_what_cannot_be_swept(corpus: Corpus, memory: str, tmp_path: Path) -> No
         sweep_bundle(
             memory, corpus, parse_space({"index.nprobe": {"int": [1, 2]}}, "f"), 3, 0, "P@1"
         )
+    two_heads = of_two_heads(corpus, tmp_path / "two", RunConfig.resolve("unidec", {}))
+    memory_bundle(two_heads, corpus, tmp_path / "voting")
+    with pytest.raises(ConfigError, match="bundles without a memory"):
+        sweep_bundle(str(tmp_path / "voting"), corpus, parse_space(fusion, "f"), 3, 0, "P@1")
     with pytest.raises(ConfigError, match="unknown metric 'P@2'"):
         sweep_bundle(memory, corpus, weight, 3, 0, "P@2")
     with pytest.raises(ConfigError, match="settings of fusion and memory, expected one of them"):
@@ -268,3 +273,31 @@ def test_a_memory_is_swept_on_the_queries_that_its_run_held_out(
     space = parse_space({"memory.weight": {"choice": [0.5]}}, "f")
     with pytest.raises(ConfigError, match="trained on all training queries"):
         sweep_bundle(str(tmp_path / "bundle"), corpus, space, 1, 0, "P@1")
+
+
+def test_no_query_of_another_corpus_than_the_encoders_counts_as_held_out(tmp_path: Path) -> None:
+    """Of a corpus that grew, other queries are held out: some that the encoder was trained on."""
+    old, grown = grown_corpora(tmp_path, num_old=20)
+    lines = ["data.validation=0.2", "optim.epochs=1", "encoder.dim=8", "cluster.workers=0"]
+    config = RunConfig.resolve("dexml", {}, [*lines, "log.validate_every=0"])
+    run = train(old.path, tmp_path / "run", config)
+    export_run(run, tmp_path / "exported")
+    space = parse_space({"memory.weight": {"choice": [0.5]}}, "f")
+    for number, encoder in enumerate(["run", "exported"]):
+        bundle = tmp_path / f"bundle{number}"
+        memory_bundle(str(tmp_path / encoder), grown, bundle)
+        with pytest.raises(ConfigError, match="or its encoder on another corpus"):
+            sweep_bundle(str(bundle), grown, space, 1, 0, "P@1")
+
+
+def test_labels_of_a_memory_have_no_weights_of_queries(corpus: Corpus, tmp_path: Path) -> None:
+    bundle = of_two_heads(corpus, tmp_path / "two", RunConfig.resolve("unidec", {}), text_share=0.2)
+    memory_bundle(bundle, corpus, tmp_path / "memory")
+    retriever = Retriever.load(tmp_path / "memory")
+    tokens = corpus.label_tokens(np.arange(LABELS))
+    expected = retriever.query_encoder.encode_labels(tokens)
+    vectors = retriever.labels.vectors_of(np.arange(LABELS))
+    np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-6)
+    # Both halves have the same length.
+    halves = np.linalg.norm(vectors.reshape(LABELS, 2, 16), axis=2)
+    np.testing.assert_allclose(halves, np.sqrt(0.5), rtol=1e-5)
