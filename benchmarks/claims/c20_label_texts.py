@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import data_sets
 from claim import Claim, Comparison, main
+from data_sets import preset
 from variants import Training, open_corpus, present
 
 PAPER = {"P@1": "1.4 and 2.0", "PSP@5": ""}
@@ -54,7 +54,7 @@ def training(full: bool, corpus: str, with_labels: bool) -> Training:
 def epochs_of_queries(corpus: str) -> int:
     """So many epochs of the queries have as many steps as the preset's epochs of queries and label texts."""
     opened = open_corpus(corpus)
-    epochs = data_sets.preset(corpus).optim.epochs
+    epochs = preset(corpus).optim.epochs
     num_texts = opened.card.num_train + opened.card.num_labels
     return round(epochs * num_texts / opened.card.num_train)
 
