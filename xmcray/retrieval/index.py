@@ -63,6 +63,7 @@ class Index:
     """
 
     answered_share = 1.0  # of the rows, see `filtered`
+    recall = 1.0  # of a sample of queries, when the index was built
 
     def __init__(
         self,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import torch
 
@@ -17,8 +15,6 @@ from xmcray.retrieval.inverted_lists import long_rows
 from xmcray.retrieval.kmeans import build_lists
 from xmcray.retrieval.list_index import ListIndex
 from xmcray.types import Float32Array
-
-logger = logging.getLogger(__name__)
 
 # At most this share of the rows is in no list, namely those longer than so many medians.
 LONG_SHARE = 0.05
@@ -70,8 +66,7 @@ def build_index(
         faiss_index = ann_create.create(rows, None, factory, spec.seed, threads)
     ann.set_search(faiss_index, spec.nprobe, spec.ef_search or CODES_BREADTH)
     index = Index(as_tensor(rows), faiss_index, long_ids=long_ids, threads=threads)
-    recall = tune(index, _tuning_queries(queries, rows, spec.seed), spec)
-    _warn_of_recall(recall, factory, spec)
+    index.recall = tune(index, _tuning_queries(queries, rows, spec.seed), spec)
     if gpu is None:
         return index
     faiss_index = ann.to_gpu(faiss_index, gpu)
@@ -99,18 +94,6 @@ def index_of_lists(
     if not spec.nprobe and (is_slow or recall < spec.recall):
         return Index(vector_ND, None)
     return index
-
-
-def _warn_of_recall(recall: float, factory: str, spec: IndexSpec) -> None:
-    """Says that an index misses the wanted recall, unless its breadth was given."""
-    if recall < spec.recall and not (spec.nprobe or spec.ef_search or spec.candidates):
-        logger.warning(
-            "an index %s finds %.3f of the nearest rows of a sample of queries, index.recall=%g wanted"
-            " more; index.factory=auto has further kinds, Flat finds all",
-            factory,
-            recall,
-            spec.recall,
-        )
 
 
 def _tuning_queries(queries: Float32Array | None, rows: Float32Array, seed: int) -> Float32Array:

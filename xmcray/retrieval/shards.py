@@ -345,6 +345,18 @@ def _build_pool(at_once: int, index_threads: int) -> Iterator[ThreadPoolExecutor
         torch.set_num_threads(threads_before)
 
 
+def _warn_of_recall(recall: float, spec: IndexSpec) -> None:
+    """Says that an index misses the wanted recall, unless its breadth was given."""
+    if recall < spec.recall and not (spec.nprobe or spec.ef_search or spec.candidates):
+        logger.warning(
+            "the index %s finds %.3f of the nearest labels, index.recall=%g wanted more;"
+            " index.factory=Flat finds all",
+            spec.factory,
+            recall,
+            spec.recall,
+        )
+
+
 def _write_index(
     folder: Path, number: int, shard: VectorShard, dim: int, build: ShardBuild, threads: int
 ) -> VectorShard:
@@ -364,6 +376,7 @@ def _write_index(
         return shard
     if index.is_exact:
         return shard
+    _warn_of_recall(index.recall, build.spec)
     index.save(folder / _index_name(number))
     return dataclasses.replace(shard, indexed=True, candidates=index.candidates)
 

@@ -10,7 +10,7 @@ import torch
 
 import xmcray.retrieval.index as index_module
 from xmcray.errors import BundleError, ConfigError, ResourceError
-from xmcray.retrieval import ann, ann_create, index_spec, index_tuning, inverted_lists
+from xmcray.retrieval import ann, ann_create, index_spec, inverted_lists
 from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index import Index
 from xmcray.retrieval.index_building import build_index
@@ -290,18 +290,6 @@ def test_breadth_is_chosen_by_recall(clustered):
     assert breadth(recall=0.5) == 50
     assert breadth(recall=1.0) > 50
     assert breadth(ef_search=77) == 77
-
-
-def test_a_missed_recall_is_warned_of_unless_the_breadth_was_given(clustered, monkeypatch, caplog):
-    rows, queries = clustered
-    monkeypatch.setattr(index_tuning, "BREADTH_STEPS", (50,))
-    wanted = 0.9999
-    build_index(rows, IndexSpec(factory="HNSW4", recall=wanted, ef_search=50), queries=queries)
-    assert not caplog.records
-    index = build_index(rows, IndexSpec(factory="HNSW4", recall=wanted), queries=queries)
-    assert recall(index.search(queries, 50).ids, exact_search(rows, queries, 50).ids) < wanted
-    (record,) = caplog.records
-    assert "index.recall=0.9999" in record.getMessage()
 
 
 def test_empty_shard():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from xmcray.errors import ConfigError
+from xmcray.retrieval import index_tuning
 from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.shards import ShardBuild, ShardedIndex, write_shards
@@ -42,3 +43,17 @@ def test_a_factory_that_does_not_fit_the_first_shard_is_refused(tmp_path: Path) 
     build = ShardBuild(spec=IndexSpec(factory="IVF501,Flat"), shard_rows=ROWS_PER_SHARD)
     with pytest.raises(ConfigError, match="'IVF501,Flat' does not fit"):
         write_shards(tmp_path / "bundle", [rows], len(rows), build)
+
+
+@pytest.mark.parametrize("ef_search", [0, 50])
+def test_a_missed_recall_is_warned_of_unless_the_breadth_was_given(
+    ef_search: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(index_tuning, "BREADTH_STEPS", (50,))
+    rows = np.random.default_rng(0).standard_normal((1000, 16), dtype=np.float32)
+    spec = IndexSpec(factory="HNSW4", recall=0.9999, ef_search=ef_search)
+    write_shards(tmp_path / "bundle", [rows], len(rows), ShardBuild(spec=spec))
+    assert ("index.recall=0.9999 wanted more" in caplog.text) == (ef_search == 0)
