@@ -58,9 +58,9 @@ def make(full: bool) -> Claim:
         comparisons=comparisons,
         setup=f"{', '.join(here)}; static encoder, settings of `rae/` and the set. One training answers for every"
         " lambda, with b = 200. The temperatures of lambda 0.5, of lambda 1 and of `apart` (Eq. 11 with lambda 0.5) are"
-        " each chosen on the tenth of the training queries that the encoder was not trained on. Untrained: random rows"
-        " of tokens, and the weights of all-MiniLM-L6-v2 where they are installed (each seed is a third of the test"
-        ' queries there). "A lot" is taken to be 5 points.',
+        " each chosen on the tenth of the training queries that the encoder was not trained on; these queries vote, too."
+        " Untrained: random rows of tokens, and the weights of all-MiniLM-L6-v2 where they are installed (nothing is"
+        ' drawn there, so all seeds are equal). "A lot" is taken to be 5 points.',
         metrics=(
             "P@1 lambda=0",
             "P@1 lambda=0.5",

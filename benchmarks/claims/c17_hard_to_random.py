@@ -35,7 +35,7 @@ def make(full: bool) -> Claim:
         " without label texts as queries; 540 negatives of a query, hard ones from epoch 3 on and new every 2 epochs."
         " 8 to 1 is the ratio of the paper's settings. 'Little' is within a point; the limit is ours.",
         metrics=("P@1", "P@5", "PSP@5"),
-        seeds=10,
+        seeds=20,  # in one of them "8 to 1" goes wrong, see claim 19
     )
 
 

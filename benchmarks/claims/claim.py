@@ -112,7 +112,7 @@ class Comparison:
         if difference_SQ is None:
             return f"More seeds could decide {self.name}: its interval is over seeds alone."
         low, high = query_interval(difference_SQ)
-        could = "could not" if self._verdict_of(low, high) == INCONCLUSIVE else "could"
+        could = "are unlikely to" if self._verdict_of(low, high) == INCONCLUSIVE else "could"
         return (
             f"More seeds {could} decide {self.name}: the test queries alone leave"
             f" [{low:.2f}, {high:.2f}]."
