@@ -35,7 +35,7 @@ import data_sets
 import minilm
 import torch
 from common import mean_and_half_width, new_parser, refuse_if_busy, write_table
-from store import Result, Store, training_name
+from store import KEPT, Result, Store, training_name
 from variants import answers
 
 from xmcray.data.batches import TrainingData
@@ -323,6 +323,8 @@ def write(jobs: Sequence[Job], arguments: argparse.Namespace, load: str) -> None
         " interval (Student's t); differences are paired by seed",
         "equal time: as many epochs as fit into the CPU time of the mixture; minutes are of CPU time",
         "hard-only has uniform negatives in epochs 0 and 1, which the earliest index needs, and hard ones alone after",
+        f"{FROZEN}: frozen, 32 tokens of a text, rows' settings of minilm.py",
+        KEPT,
         load,
     ]
     header = ["set", "equal", "negatives", "seeds", *METRICS, "epochs", "minutes"]

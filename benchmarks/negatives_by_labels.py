@@ -30,7 +30,7 @@ import synthetic
 import torch
 from ablation import known_or_measured, spread
 from common import new_parser, refuse_if_busy, write_table
-from store import Result, Store
+from store import KEPT, Result, Store
 
 from xmcray.data.chunks import PackedShard
 from xmcray.data.corpus import Corpus
@@ -125,6 +125,7 @@ def main() -> None:
         " by seed",
         "siblings in a batch: of a query, among the uniform negatives; sibling first: the first answer is another label"
         " with the same four words",
+        KEPT,
         load,
     ]
     header = ["labels", "uniform negatives", "siblings in a batch", "negatives", "seeds", "P@1"]

@@ -13,6 +13,9 @@ from xmcray.data.corpus import Corpus
 from xmcray.training.run import RunConfig
 
 Result = Mapping[str, float]
+KEPT = (
+    "kept results may be those of another machine than the one named here, and so may their minutes"
+)
 
 
 class Store:
