@@ -15,8 +15,11 @@ def make(full: bool) -> Claim:
     comparisons = []
     for corpus in corpora:
         without = f"{corpus}, queries alone"
-        variants[corpus] = training(full, corpus, True)
-        variants[without] = training(full, corpus, False)
+        variants[corpus] = training(full, corpus, "true")
+        variants[without] = training(
+            full, corpus, "false", f"optim.epochs={epochs_of_queries(corpus)}"
+        )
+        variants[f"{without}, as many epochs"] = training(full, corpus, "false")
         for metric, paper in PAPER.items():
             comparisons.append(
                 Comparison(of=corpus, metric=metric, against=without, low=0, paper=paper)
@@ -30,24 +33,28 @@ def make(full: bool) -> Claim:
         comparisons=comparisons,
         setup=f"{' and '.join(corpora)}, static encoder, settings of `astra/` and the set, but rows start at random, so"
         " that they know no label text without the augmentation. Queries alone have more epochs, so that both trainings"
-        " have as many steps.",
+        " have as many steps; those with as many epochs are shown for comparison.",
         metrics=("P@1", "P@5", "PSP@1", "PSP@5"),
         seeds=10,
+        reason="on cdnjs-keywords queries alone with as many epochs, and so fewer steps, are far behind in both measures."
+        " So what label texts gain there are steps.",
     )
 
 
-def training(full: bool, corpus: str, with_labels: bool) -> Training:
-    """ASTRA with or without label texts among the queries, with as many steps."""
-    # The preset's deviation is for rows that start as texts.
-    settings = [
-        "method.init=random",
-        "method.init_std=0.02",
-        f"data.augment_with_labels={str(with_labels).lower()}",
-    ]
-    if not with_labels:
-        settings.append(f"optim.epochs={epochs_of_queries(corpus)}")
+def training(full: bool, corpus: str, augment: str, *settings: str) -> Training:
+    """ASTRA with or without label texts among the queries."""
     return Training(
-        method="astra", corpus=corpus, preset=f"astra/{corpus}", settings=settings, full=full
+        method="astra",
+        corpus=corpus,
+        preset=f"astra/{corpus}",
+        # The preset's deviation is for rows that start as texts.
+        settings=[
+            "method.init=random",
+            "method.init_std=0.02",
+            f"data.augment_with_labels={augment}",
+            *settings,
+        ],
+        full=full,
     )
 
 
