@@ -126,7 +126,7 @@ class _ChunkedBce(torch.autograd.Function):
             negated_P = -score_GC[positive]
             score_GC[positive] = negated_P
             total += F.softplus(score_GC).sum()
-            weight_P = torch.ones_like(negated_P)
+            weight_P: Tensor | float = 1.0
             if block_positives.weights is not None:
                 weight_P = block_positives.weights.to(negated_P)
                 # The sum above has counted them once.
