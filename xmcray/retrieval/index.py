@@ -105,6 +105,11 @@ class Index:
         return self._faiss is not None and ann.is_plain_graph(self._faiss)
 
     @property
+    def has_quick_codes(self) -> bool:
+        """Whether FAISS scans codes of 4 bits, many with a few instructions."""
+        return self._faiss is not None and ann.has_quick_codes(self._faiss)
+
+    @property
     def breadth(self) -> int:
         """Rows that a search in a graph keeps while it walks; 0 if the index is no graph."""
         return ann.breadth_of(self._faiss)
@@ -220,7 +225,7 @@ class Index:
 
     def _shares_lists(self, num_queries: int) -> bool:
         """Whether so many queries share the work of their lists, with matrix products of the rows."""
-        if ann.has_quick_codes(self._faiss):
+        if self.has_quick_codes:
             # Codes are scanned faster than rows, unless many queries visit few lists each.
             visits_few = self._visited_lists <= self.num_lists // FEW_LISTS
             shares = num_queries >= MANY_QUERIES and visits_few

@@ -16,7 +16,7 @@ from xmcray.types import Float32Array
 
 TUNE_K = 50  # answers whose recall `IndexSpec.recall` states
 TUNE_QUERIES = 256
-CANDIDATE_STEPS = (2, 4, 8, 16)
+CANDIDATE_STEPS = (2, 4, 8, 16, 32)
 MOST_CANDIDATES = 64  # per answer, where all rows of the visited lists are wanted
 BREADTH_STEPS = (50, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 CODE_LOSS = 0.005  # recall that short codes may cost in addition to the lists
@@ -39,12 +39,12 @@ def tune(index: Index, queries: Float32Array, spec: IndexSpec) -> float:
         return tuning.choose_breadth()
     if not index.num_lists:
         return tuning.choose_candidates(spec.recall, spec.recall)
-    recall = tuning.choose_nprobe()
-    if index.proposes_candidates:
-        wanted = recall - CODE_LOSS
-        wanted_of_few = tuning.recall_of_few() - CODE_LOSS
-        tuning.choose_candidates(wanted, wanted_of_few)
-    return recall
+    recall_of_lists = tuning.choose_nprobe()
+    if not index.proposes_candidates:
+        return recall_of_lists
+    wanted = recall_of_lists - CODE_LOSS
+    wanted_of_few = tuning.recall_of_few() - CODE_LOSS
+    return tuning.choose_candidates(wanted, wanted_of_few)
 
 
 class _Tuning:
@@ -74,7 +74,9 @@ class _Tuning:
     def choose_nprobe(self) -> float:
         """Sets the number of visited lists; returns the recall that it reaches."""
         num_lists = self.index.num_lists
-        steps = _nprobe_steps(num_lists)
+        # All codes are still scanned faster than rows are compared; other rows are not.
+        most = num_lists if self.index.has_quick_codes else num_lists // 2
+        steps = _nprobe_steps(num_lists, most)
         if self.spec.nprobe:
             steps = [min(self.spec.nprobe, num_lists)]
 
@@ -139,9 +141,9 @@ class _Tuning:
         return hits / max(1, exact_ids.size)
 
 
-def _nprobe_steps(num_lists: int) -> list[int]:
-    """4, 5, 6, 7, 8, 10, 12, 14, 16, 20 ... up to half of the lists; all lists if there are few."""
-    most = min(max(4, num_lists // 2), num_lists)
+def _nprobe_steps(num_lists: int, most: int) -> list[int]:
+    """4, 5, 6, 7, 8, 10, 12, 14, 16, 20 ... up to `most` lists; all lists if there are few."""
+    most = min(max(4, most), num_lists)
     steps = []
     step = 4
     distance = 1

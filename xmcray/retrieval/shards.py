@@ -31,6 +31,7 @@ from xmcray.retrieval.few_queries import MOST_QUERIES
 from xmcray.retrieval.index import Index
 from xmcray.retrieval.index_building import build_index
 from xmcray.retrieval.index_spec import IndexSpec
+from xmcray.retrieval.index_tuning import CODE_LOSS
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 logger = logging.getLogger(__name__)
@@ -346,8 +347,8 @@ def _build_pool(at_once: int, index_threads: int) -> Iterator[ThreadPoolExecutor
 
 
 def _warn_of_recall(recall: float, spec: IndexSpec) -> None:
-    """Says that an index misses the wanted recall, unless its breadth was given."""
-    if recall < spec.recall and not (spec.nprobe or spec.ef_search or spec.candidates):
+    """Says that an index clearly misses the wanted recall, unless its breadth was given."""
+    if recall < spec.recall - CODE_LOSS and not (spec.nprobe or spec.ef_search or spec.candidates):
         logger.warning(
             "the index %s finds %.3f of the nearest labels, index.recall=%g wanted more;"
             " index.factory=Flat finds all",

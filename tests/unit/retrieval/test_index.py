@@ -139,6 +139,22 @@ def test_an_index_of_two_lists_is_tuned():
     assert recall(index.search(rows, 5).ids, exact_search(rows, rows, 5).ids) >= 0.95
 
 
+@pytest.mark.parametrize(("factory", "most_lists"), [("IVF16,PQ32x4fs", 16), ("IVF16,Flat", 8)])
+def test_short_codes_of_more_than_half_of_the_lists_are_scanned(factory, most_lists):
+    """The nearest of random rows lie in all lists; codes are still scanned faster than rows."""
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((4000, 64), dtype=np.float32)
+    queries = rng.standard_normal((300, 64), dtype=np.float32)
+
+    index = build_index(rows, IndexSpec(factory=factory, recall=0.99), queries=queries[:200])
+
+    found = recall(index.search(queries[200:], 50).ids, exact_search(rows, queries[200:], 50).ids)
+    is_enough = most_lists == 16
+    assert index.nprobe <= most_lists
+    assert (found >= 0.98) == is_enough
+    assert (index.recall >= 0.98) == is_enough
+
+
 def test_only_clearly_longer_rows_are_in_no_list(clustered):
     """Every query pays for them, and rows of about one length are found through the lists."""
     rows, queries = clustered
