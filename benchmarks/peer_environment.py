@@ -17,12 +17,14 @@ from pathlib import Path
 
 import data_sets
 
+# The torch of this environment, so that both sides compute with the same kernels. Any other may be a
+# build with gigabytes of CUDA.
+TORCH = f"torch=={importlib.metadata.version('torch')}"
 # libpecos 1.2.8 was compiled against the first numpy.
-LINEAR = ("libpecos==1.2.8", "numpy<2", "scipy<1.14", "scikit-learn")
-# The torch of this environment, so that both sides compute with the same kernels.
+LINEAR = ("libpecos==1.2.8", "numpy<2", "scipy<1.14", "scikit-learn", TORCH)
 SENTENCES = (
     "sentence-transformers[train]==6.2.0",
-    f"torch=={importlib.metadata.version('torch')}",
+    TORCH,
     f"transformers=={importlib.metadata.version('transformers')}",
 )
 PACKAGES = {"linear": LINEAR, "sentences": SENTENCES}
