@@ -6,8 +6,8 @@
                                                  raw files have them
     NNNNN.parquet                                uid, text and, if the raw files have it, relevance
 
-All files of a kind but the last of a split hold the same number of rows. The same rows give the
-same bytes. `pack` makes the files of one shard; `array_files.py` joins the arrays of many shards
+In a split, all files of a kind hold the same number of rows, except the last one. The same rows give
+the same bytes. `pack` makes the files of one shard; `array_files.py` joins the arrays of many shards
 into one file, so that few files are mapped.
 """
 
@@ -94,11 +94,11 @@ class ShardedRows:
     """Ragged rows of one split; a file is opened when one of its rows is read first.
 
     Args:
-        folder: of the split.
+        folder: folder of the split.
         kind: "token" or "label".
         num_rows: rows of the split.
         shard_rows: rows of every file but the last.
-        limit: every value is below.
+        limit: number of labels, or size of the vocabulary; values are 0 to limit - 1.
     """
 
     def __init__(self, folder: Path, kind: str, num_rows: int, shard_rows: int, limit: int) -> None:
@@ -122,10 +122,10 @@ class ShardedRows:
         stops = np.empty(len(ids), np.int64)
         num_values = np.empty(len(ids), np.int64)
         for piece in pieces:
-            shard = self._shard(piece.shard)
-            starts[piece.span] = shard.offsets[piece.local_rows]
-            stops[piece.span] = shard.offsets[piece.local_rows + 1]
-            num_values[piece.span] = len(shard.values)
+            opened = self._opened(piece.shard)
+            starts[piece.span] = opened.offsets[piece.local_rows]
+            stops[piece.span] = opened.offsets[piece.local_rows + 1]
+            num_values[piece.span] = len(opened.values)
         lengths = stops - starts
         # Only the offsets of these rows are checked. Checking a file when it is opened would read all
         # of it.
@@ -141,7 +141,7 @@ class ShardedRows:
         for piece in pieces:
             first = offsets[piece.span.start]
             last = offsets[piece.span.stop]
-            shard_values = self._shard(piece.shard).values
+            shard_values = self._opened(piece.shard).values
             values[first:last] = shard_values[places[first:last]]
         if not are_ids(values, self._limit):
             raise self._damaged(f"{self._kind} ids outside 0 to {self._limit - 1}")
@@ -154,16 +154,18 @@ class ShardedRows:
         return math.ceil(self._num_rows / self._shard_rows)
 
     def check_num_rows(self) -> None:
-        """Opens the last file.
+        """Checks that the last file has its rows, and that there is no further file.
+
+        Earlier files are checked when they are opened.
 
         Raises:
             DataError: the files have another number of rows than `num_rows`.
         """
         num_shards = self._num_shards
         if num_shards:
-            self._shard(num_shards - 1)
+            self._opened(num_shards - 1)
         # If there is one more file, the split has more rows than its card says.
-        if Path(f"{self._stem(num_shards)}s.npy").exists():
+        if self._values_path(num_shards).exists():
             raise self._damaged(f"more than the {self._num_rows:,} rows that its card says")
 
     def lengths(self) -> Int64Array:
@@ -191,8 +193,8 @@ class ShardedRows:
         """
         for shard in range(self._num_shards):
             # Opening the shard also checks the first and the last of its offsets.
-            num_rows = len(self._shard(shard))
-            path = Path(f"{self._stem(shard)}_offsets.npy")
+            num_rows = len(self._opened(shard))
+            path = self._offsets_path(shard)
             first_byte = array_header(path, (np.int64,)).start
             for start in range(0, num_rows, _ROWS_AT_ONCE):
                 # There is one more offset than rows: the end of the last row.
@@ -207,36 +209,38 @@ class ShardedRows:
             raise self._damaged("offsets that are not those of its rows")
         return lengths
 
-    def _stem(self, number: int) -> str:
-        """The common start of the paths of two files: values and their offsets."""
-        return f"{self._folder}/{shard_stem(number)}.{self._kind}"
+    def _values_path(self, shard: int) -> Path:
+        return self._folder / f"{shard_stem(shard)}.{self._kind}s.npy"
+
+    def _offsets_path(self, shard: int) -> Path:
+        return self._folder / f"{shard_stem(shard)}.{self._kind}_offsets.npy"
 
     def _damaged(self, what: str) -> DataError:
         return DataError(f"{self._folder} has {what}; prepare the corpus again")
 
-    def _shard(self, number: int) -> Ragged:
+    def _opened(self, shard: int) -> Ragged:
         """The mapped rows of one shard; its values keep the type that they are stored in."""
-        shard = self._open_shards.get(number)
-        if shard is None:
-            stem = self._stem(number)
-            with readable(f"{stem}s.npy cannot be read", "prepare the corpus again", DataError):
-                values = _map(Path(f"{stem}s.npy"), VALUE_TYPES)
-                offsets = _map(Path(f"{stem}_offsets.npy"), (np.int64,))
-                num_rows = rows_of_shard(number, self._num_rows, self._shard_rows)
+        opened = self._open_shards.get(shard)
+        if opened is None:
+            path = self._values_path(shard)
+            with readable(f"{path} cannot be read", "prepare the corpus again", DataError):
+                values = _map(path, VALUE_TYPES)
+                offsets = _map(self._offsets_path(shard), (np.int64,))
+                num_rows = rows_of_shard(shard, self._num_rows, self._shard_rows)
                 # Only the first and the last offset are checked here. `take` checks those in between.
                 is_complete = offsets.shape == (num_rows + 1,) and offsets[0] == 0
                 if not is_complete or offsets[-1] != len(values):
                     raise ValueError(f"the offsets are not those of {num_rows} rows")
-            shard = Ragged(values, offsets)
-            self._open_shards[number] = shard
-        return shard
+            opened = Ragged(values, offsets)
+            self._open_shards[shard] = opened
+        return opened
 
 
 class ShardedVectors:
     """Side vectors of one split; a file is opened when one of its rows is read first.
 
     Args:
-        folder: of the split.
+        folder: folder of the split.
         num_rows: rows of the split.
         shard_rows: rows of every file but the last.
         width: W.
@@ -255,26 +259,26 @@ class ShardedVectors:
         order = np.argsort(ids, kind="stable")
         vectors = np.empty((len(ids), self._width), np.float32)
         for piece in by_shard(ids[order], self._num_rows, self._shard_rows):
-            shard = self._shard(piece.shard)
-            vectors[order[piece.span]] = shard[piece.local_rows]
+            opened = self._opened(piece.shard)
+            vectors[order[piece.span]] = opened[piece.local_rows]
         if not np.isfinite(vectors).all():
             raise DataError(
                 f"{self._folder} has side vectors with NaN or infinity; prepare the corpus again"
             )
         return vectors
 
-    def _shard(self, number: int) -> Array:
+    def _opened(self, shard: int) -> Array:
         """[rows, W], the mapped vectors of one file, in the type that they are stored in."""
-        shard = self._open_shards.get(number)
-        if shard is None:
-            path = self._folder / f"{shard_stem(number)}.{VECTOR_SUFFIX}.npy"
+        opened = self._open_shards.get(shard)
+        if opened is None:
+            path = self._folder / f"{shard_stem(shard)}.{VECTOR_SUFFIX}.npy"
             with readable(f"{path} cannot be read", "prepare the corpus again", DataError):
-                shard = _map(path, VECTOR_TYPES, ndim=2)
-                num_rows = rows_of_shard(number, self._num_rows, self._shard_rows)
-                if shard.shape != (num_rows, self._width):
-                    raise ValueError(f"found {shard.shape}, expected {(num_rows, self._width)}")
-            self._open_shards[number] = shard
-        return shard
+                opened = _map(path, VECTOR_TYPES, ndim=2)
+                num_rows = rows_of_shard(shard, self._num_rows, self._shard_rows)
+                if opened.shape != (num_rows, self._width):
+                    raise ValueError(f"found {opened.shape}, expected {(num_rows, self._width)}")
+            self._open_shards[shard] = opened
+        return opened
 
 
 def rows_of_shard(shard: int, num_rows: int, shard_rows: int) -> int:
@@ -332,6 +336,7 @@ def _map(path: Path, dtypes: tuple[npt.DTypeLike, ...], ndim: int = 1) -> Array:
         dtypes: the types that are accepted.
         ndim: number of axes.
     """
+    # Imported here, because preparing a corpus needs no torch.
     import torch
 
     shape, dtype, start = array_header(path, dtypes, ndim)

@@ -68,9 +68,9 @@ def _with_sum(place: str, parts: dict[str, int]) -> dict[str, int]:
 def _disk(plan: Plan) -> dict[str, int]:
     """Bytes by what is on the disk."""
     one_checkpoint = _text(plan.checkpoint, _BYTES)
-    checkpoints = f"checkpoints, {plan.checkpoints} of {one_checkpoint}"
+    title = f"checkpoints, {plan.checkpoints} of {one_checkpoint}"
     return {
-        checkpoints: plan.checkpoints * plan.checkpoint,
+        title: plan.checkpoints * plan.checkpoint,
         "ledger of the negatives": plan.ledger,
         "index without the vectors": plan.index_on_disk,
     }
@@ -97,7 +97,7 @@ def tables(plan: Plan) -> list[Table | str]:
 
 
 def _rows(values: Mapping[str, float], units: dict[str, float]) -> Rows:
-    """The values as texts, without those of parts that the plan does not have, such as a GPU."""
+    """Names and values as texts, without what is 0, such as the parts of a missing GPU."""
     rows = []
     for name, value in values.items():
         if value:
@@ -106,13 +106,16 @@ def _rows(values: Mapping[str, float], units: dict[str, float]) -> Rows:
 
 
 def _text(value: float, units: dict[str, float]) -> str:
-    """A value with three digits, in the largest unit that it reaches, or in the smallest one."""
+    """A value with up to three digits, in the largest unit that it reaches.
+
+    Below the smallest unit it has up to two.
+    """
     for name, unit in units.items():
-        # Three digits of 999.6 kB are those of 1 MB.
+        # 999.6 kB would be rounded to 1,000 kB, so it is written as 1 MB.
         if value >= 0.9995 * unit:
             return f"{_three_digits(value / unit)} {name}"
-    smallest = min(units, key=units.__getitem__)
-    return f"{value / units[smallest]:.2g} {smallest}"
+    # The loop has ended at the smallest unit.
+    return f"{value / unit:.2g} {name}"
 
 
 def _three_digits(value: float) -> str:

@@ -37,12 +37,13 @@ _TYPES = {
     "int64": pa.int64(),
     "float64": pa.float64(),
 }
+# The other way round: the name of the type of a column.
 _KINDS = {arrow_type: kind for kind, arrow_type in _TYPES.items()}
 _NUMBERS = ("int64", "float64")
 _EXACT = 1 << 53  # float64 represents all integers up to this one exactly
 _INT64 = 1 << 63
-# Of each bound: its name, the comparison, and the rounding. If a bound lies between two integers, the
-# rounding gives the integer that bounds the same integers.
+# Name, comparison and rounding of each bound. Bounds of integers are rounded so that the same integers are
+# within: x > 1.5 is x > 1, and x >= 1.5 is x >= 2.
 _BOUNDS = (
     ("gt", np.greater, math.floor),
     ("gte", np.greater_equal, math.ceil),
@@ -100,7 +101,8 @@ class LabelAttributes:
         """Writes the file into a bundle's folder, if any label has an attribute.
 
         Returns:
-            Its name, written or not: the file of an earlier bundle does not hold any more.
+            Its name, even if it was not written: a file of that name is one of an earlier bundle, whose
+            attributes are outdated.
         """
         if not self.names:
             return {FILE}
@@ -167,18 +169,18 @@ class LabelAttributes:
         kept_columns = {}
         for name, column in self._columns.items():
             kept = _column_without(column, replaced_ids)
-            # Without any value it has no type either, and the new values choose one.
+            # An attribute that no kept label has is dropped; the new values choose its type.
             if kept.null_count < len(kept):
                 kept_columns[name] = kept
         names = set(kept_columns)
         for row in rows.values():
-            names.update(attribute_set(row))
+            names.update(checked_attributes(row))
         if len(names) > MAX_NAMES:
             raise ConfigError(
                 f"labels would have {len(names)} different attributes, expected at most {MAX_NAMES}"
             )
-        # Below, the new values of each column are appended to its old values. `place_L` says where a
-        # label finds its value in there. The place -1 of a new label without attributes becomes null.
+        # A column is made of its old values, followed by the new ones. `place_L` says where the value of
+        # each label is in this sequence. The place -1 of a new label without attributes becomes null.
         place_L = np.full(num_labels, -1)
         place_L[: self.num_labels] = np.arange(self.num_labels)
         place_L[list(rows)] = self.num_labels + np.arange(len(rows))
@@ -187,12 +189,12 @@ class LabelAttributes:
         for name in names:
             old = kept_columns.get(name)
             new = [row.get(name) for row in rows.values()]
-            kind = _TYPES[_common_kind(name, old, new)]
+            arrow_type = _TYPES[_common_kind(name, old, new)]
             if old is None:
-                old = pa.nulls(self.num_labels, kind)
+                old = pa.nulls(self.num_labels, arrow_type)
             # `_common_kind` has refused integers that float64 cannot represent.
-            old = old.cast(kind, safe=False)
-            old_and_new = pa.concat_arrays([old, pa.array(new, kind)])
+            old = old.cast(arrow_type, safe=False)
+            old_and_new = pa.concat_arrays([old, pa.array(new, arrow_type)])
             columns[name] = old_and_new.take(places)
         return LabelAttributes(num_labels, columns)
 
@@ -213,7 +215,7 @@ def _column_without(column: pa.Array, label_ids: pa.Array) -> pa.Array:
     return column.take(pa.array(np.arange(len(column)), mask=is_removed))
 
 
-def attribute_set(value: object) -> dict[str, Scalar]:
+def checked_attributes(value: object) -> dict[str, Scalar]:
     """Checks the attributes of one label from an untrusted source.
 
     Raises:
@@ -278,14 +280,15 @@ def _common_kind(name: str, column: pa.Array | None, new: Sequence[Scalar | None
 
 
 def _check_exact(name: str, column: pa.Array | None, new_values: Sequence[Scalar]) -> None:
-    """Raises ConfigError if an integer of an attribute, old or new, is no float64."""
+    """Raises ConfigError if float64 cannot represent an integer of an attribute."""
     integers = [value for value in new_values if isinstance(value, int)]
     if column is not None and column.type == pa.int64():
         integers += column.drop_null().to_pylist()
     for value in integers:
         if abs(value) > _EXACT:
             raise ConfigError(
-                f"attribute {name!r} has fractions and {value}, which is no float: give it one type"
+                f"attribute {name!r} has fractions and the integer {value}, which is no float64:"
+                " give it one type"
             )
 
 

@@ -17,8 +17,8 @@ from xmcray.types import Float32Array
 TUNE_K = 50  # answers whose recall `IndexSpec.recall` states
 TUNE_QUERIES = 256
 CANDIDATE_STEPS = (2, 4, 8, 16, 32)
-MOST_CANDIDATES = 64  # per answer, where all rows of the visited lists are wanted
-BREADTH_STEPS = (50, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+MOST_CANDIDATES = 64  # per answer; they stand for all rows of the visited lists
+BREADTH_STEPS = (TUNE_K, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 CODE_LOSS = 0.005  # recall that short codes may cost in addition to the lists
 
 
@@ -27,7 +27,7 @@ def tune(index: Index, queries: Float32Array, spec: IndexSpec) -> float:
 
     Args:
         index: its settings change.
-        queries: float32 [Q, D]; a few hundred are enough, the first 256 are used.
+        queries: float32 [Q, D]; the first TUNE_QUERIES are used.
         spec: settings that are not 0 are kept.
     Returns:
         The recall that was reached.
@@ -38,10 +38,13 @@ def tune(index: Index, queries: Float32Array, spec: IndexSpec) -> float:
     if index.is_graph:
         return tuning.choose_breadth()
     if not index.num_lists:
+        # Only short codes lose answers.
         return tuning.choose_candidates(spec.recall, spec.recall)
     recall_of_lists = tuning.choose_nprobe()
     if not index.proposes_candidates:
+        # All rows of the visited lists are compared.
         return recall_of_lists
+    # Short codes may lose a little more than the lists do.
     wanted = recall_of_lists - CODE_LOSS
     wanted_of_few = tuning.recall_of_few() - CODE_LOSS
     return tuning.choose_candidates(wanted, wanted_of_few)
@@ -74,7 +77,8 @@ class _Tuning:
     def choose_nprobe(self) -> float:
         """Sets the number of visited lists; returns the recall that it reaches."""
         num_lists = self.index.num_lists
-        # All codes are still scanned faster than rows are compared; other rows are not.
+        # To scan the 4-bit codes of all rows takes less time than an exact search. Without codes, half
+        # of the lists take as long.
         most = num_lists if self.index.has_quick_codes else num_lists // 2
         steps = _nprobe_steps(num_lists, most)
         if self.spec.nprobe:
@@ -93,9 +97,11 @@ class _Tuning:
     def choose_candidates(self, wanted: float, wanted_of_few: float) -> float:
         """Sets the number of candidates per answer, which makes up for short codes.
 
+        If no number is enough, the largest stays.
+
         Args:
             wanted: recall of TUNE_K answers.
-            wanted_of_few: recall of FEW_ANSWERS, each of which takes more candidates.
+            wanted_of_few: recall of FEW_ANSWERS, which need more candidates each.
         Returns:
             The recall of TUNE_K answers.
         """
@@ -122,7 +128,7 @@ class _Tuning:
         """Keys [Q, k] of the best rows of the visited lists."""
         if self.index.scans_lists:
             return self.index.search_lists(self.queries, k, self.all_rows)
-        # Of so many candidates hardly any row of the lists is missing.
+        # FAISS does not give all rows of the lists, but hardly a good one is missing among so many.
         width = k * MOST_CANDIDATES
         return self.index.search_candidates(self.queries, width, k, self.all_rows)
 
@@ -142,12 +148,12 @@ class _Tuning:
 
 
 def _nprobe_steps(num_lists: int, most: int) -> list[int]:
-    """4, 5, 6, 7, 8, 10, 12, 14, 16, 20 ... up to `most` lists; all lists if there are few."""
-    most = min(max(4, most), num_lists)
+    """4, 5, 6, 7, 8, 10, 12, 14, 16, 20 ... up to `most`; all lists if there are fewer than 4."""
+    limit = min(max(4, most), num_lists)
     steps = []
     step = 4
     distance = 1
-    while step <= most:
+    while step <= limit:
         steps.append(step)
         step += distance
         # Each power of two doubles the distance to the next step.

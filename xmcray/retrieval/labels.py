@@ -31,7 +31,7 @@ from xmcray.data.formats.json_lines import Fields, Record, RowParser, read_recor
 from xmcray.errors import ConfigError, DataError, StorageError
 from xmcray.nn.label_side import LabelSide, load_label_side
 from xmcray.retrieval.attributes import FILE as ATTRIBUTES
-from xmcray.retrieval.attributes import LabelAttributes, Scalar, attribute_set
+from xmcray.retrieval.attributes import LabelAttributes, Scalar, checked_attributes
 from xmcray.retrieval.bundle import (
     KIND,
     LABEL_BLOCK,
@@ -79,7 +79,7 @@ def read_new_labels(paths: Iterable[str | Path]) -> list[NewLabel]:
                 f"label {row.uid[:80]!r} has no text, expected some: its vector is made of it"
             )
         attributes = record.get("attributes")
-        checked = {} if attributes is None else attribute_set(attributes)
+        checked = {} if attributes is None else checked_attributes(attributes)
         return NewLabel(row.uid, row.text, checked)
 
     return _read(paths, "uid and text", make)
@@ -100,7 +100,7 @@ def read_attribute_sets(
     def make(row: Row, record: Record) -> tuple[str, dict[str, Scalar]]:
         if "attributes" not in record:
             raise BadValue("no attributes, expected an object of names and values, {} for none")
-        return row.uid, attribute_set(record["attributes"])
+        return row.uid, checked_attributes(record["attributes"])
 
     return dict(_read(paths, "uid and attributes", make, subject))
 

@@ -1,4 +1,8 @@
-"""Says why a label is an answer of a fused bundle: what each part gave, and who voted."""
+"""Says why a label is an answer of a fused bundle: what each part gave, and who voted.
+
+A pair of a query and a candidate has a number: its position on axis P of `Candidates`. Letters of other
+axes are in types.py, and E counts votes: one voter, one pair.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,12 @@ VoterWeights = dict[int, float]  # the weight of each voter's vote, by its row i
 
 @dataclass(frozen=True, eq=False)
 class PartReasons:
-    """The reasons for answers that are among some candidates.
+    """Explains answers that were chosen from some candidates.
 
     Attributes:
         candidates: pairs of query and label, ascending.
         config: weights and settings of the parts.
-        queries: names of the training queries, or None if none vote.
+        queries: the training queries that vote, by row; None if there are none.
     """
 
     candidates: Candidates
@@ -31,7 +35,7 @@ class PartReasons:
 
     def of_answers(self, top: TopLabels) -> list[list[Reasons]]:
         """The reasons for each answer; none for a missing one."""
-        pair_BK = self._pairs(top)
+        pair_BK = self._numbers(top)
         reasons_of_pair = self._reasons_of_pairs(pair_BK[pair_BK >= 0].tolist())
         all_reasons = []
         for pairs in pair_BK.tolist():
@@ -40,8 +44,8 @@ class PartReasons:
             all_reasons.append(reasons)
         return all_reasons
 
-    def _pairs(self, top: TopLabels) -> Int64Array:
-        """int64 [B, K], the place of each answer among the candidates; -1 for a missing answer."""
+    def _numbers(self, top: TopLabels) -> Int64Array:
+        """int64 [B, K], the number of the pair of each answer; -1 for a missing answer."""
         labels = self.candidates.labels
         num_ids = 1 + int(labels.values.max(initial=0))
         # A key is one number for query and label.
@@ -53,7 +57,7 @@ class PartReasons:
         return np.where(is_answer_BK, pair_BK, -1)
 
     def _reasons_of_pairs(self, pairs: Sequence[int]) -> dict[int, Reasons]:
-        """The reasons for some of the candidates."""
+        """The reasons for some pairs, by number."""
         voters_of_pair = self._voters(pairs)
         names = self._names_of(voters_of_pair.values())
         gains = self.candidates.gains(self.config)
@@ -75,11 +79,16 @@ class PartReasons:
         return self.queries.names(rows)
 
     def _voters(self, pairs: Sequence[int]) -> dict[int, VoterWeights]:
-        """The voters of some candidates; a query may vote by its vector and by its words."""
+        """The voters of some pairs; a query may vote by its vector and by its words.
+
+        Votes have the weights that they have in `Candidates.gains`.
+        """
         voters_of_pair: dict[int, VoterWeights] = {pair: {} for pair in pairs}
-        for scores, member in zip(self.candidates.members, self.config.members, strict=True):
-            shares_BK = memory_shares(scores.votes.voters, member, self.config.memory_keys)
-            _add_votes(voters_of_pair, scores.votes, member.memory * shares_BK)
+        members = zip(self.candidates.members, self.config.members, strict=True)
+        for member_scores, member_config in members:
+            votes = member_scores.votes
+            shares_BK = memory_shares(votes.voters, member_config, self.config.memory_keys)
+            _add_votes(voters_of_pair, votes, member_config.memory * shares_BK)
         word_votes = self.candidates.words
         shares_BK = word_shares(word_votes.voters, self.config)
         _add_votes(voters_of_pair, word_votes, self.config.words * shares_BK)
@@ -92,16 +101,16 @@ def _add_votes(
     """Adds the votes of one part to the weights of their voters.
 
     Args:
-        voters_of_pair: the voters of the candidates that are asked for; they change.
+        voters_of_pair: for each wanted pair the weights of its voters, which are updated.
         votes: what the part's voters gave to all candidates.
         weight_BK: float64, weight of each voter of B queries.
     """
     weight_E = votes.weights(weight_BK)
-    row_E = votes.voters.ids[votes.query_E, votes.place_E]
-    # Voters beyond those that count have no weight.
+    voter_row_E = votes.voters.ids[votes.query_E, votes.place_E]
+    # Only the nearest voters count; the others have weight 0.
     is_wanted_E = (weight_E > 0) & np.isin(votes.pair_E, list(voters_of_pair))
     pairs = votes.pair_E[is_wanted_E].tolist()
-    rows = row_E[is_wanted_E].tolist()
+    rows = voter_row_E[is_wanted_E].tolist()
     weights = weight_E[is_wanted_E].tolist()
     for pair, row, weight in zip(pairs, rows, weights, strict=True):
         voters = voters_of_pair[pair]

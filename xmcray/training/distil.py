@@ -6,7 +6,8 @@ teacher's vector of a text, the teacher's probabilities of labels (Hinton et al.
 knowledge in a neural network", 2015), and the positives. Label vectors, index and memory stay the
 teacher's, so the result is the same bundle with another encoder.
 
-Letters of axes, in addition to those in types.py: N texts, K best labels of the teacher.
+Letters of axes in this file: N sampled texts (queries and label texts), K best labels that the teacher
+finds for a text, C labels of a step.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ from xmcray.training.outcome import check_fits
 from xmcray.training.probability_curves import fit_calibration
 from xmcray.types import Float32Array, Float64Array, Int64Array, Ragged, find_sorted, spans
 
-# Of training queries, if the teacher's run held none out.
+# Share of the training queries that is held out if the teacher's run held none out.
 OWN_HELD_OUT = 0.05
 MOST_MEASURED = 2000  # held-out queries
 TEMPERATURE_QUERIES = 256
-# From scores whose differences are thousandths to such of hundreds.
+# They fit scores whose differences are between thousandths and hundreds.
 TEMPERATURES = tuple(float(value) for value in np.geomspace(0.001, 100, 101))
 WARMUP = 0.05  # share of the steps
-# The score of a label that must have no probability. Finite, because 0 times an infinity is no number.
+# Score of a label that must get probability 0. Finite, because 0 * -inf would be NaN in the cross-entropy.
 NEVER = float(np.finfo(np.float32).min)
-_REPLACED = ("encoder/", "calibration/")
+_REPLACED = ("encoder/", "calibration/")  # all other files are linked to the teacher's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ class Distillation:
         bigram_buckets: rows for pairs of neighbouring tokens, see `encoder.bigram_buckets`.
         position_decay: extra weight of first tokens, see `encoder.position_decay`.
         lr: highest learning rate.
-        seed: of the draws and of new weights.
+        seed: of the sampling and of new weights.
     """
 
     texts: int = 500_000
@@ -113,12 +114,12 @@ class Distillation:
 
 @dataclass(frozen=True, slots=True)
 class DistilOutcome:
-    """What the held-out queries say.
+    """How both bundles answer held-out queries.
 
     Attributes:
-        teacher: P@1 and P@5 of the bundle.
-        student: those of the new one.
-        queries: how many were measured.
+        teacher: P@1 and P@5 of the bundle with the transformer.
+        student: P@1 and P@5 of the new bundle.
+        queries: number of held-out queries that were measured.
         unseen_by_teacher: whether the teacher's run held them out too. If not, the teacher was
             trained on them and the student was not.
     """
@@ -131,9 +132,10 @@ class DistilOutcome:
 
 @dataclass(frozen=True, eq=False)
 class _Lessons:
-    """What the teacher makes of the training texts.
+    """The teacher's vectors and best labels of the sampled texts.
 
     Attributes:
+        data: the training split.
         ids: int64 [N], query ids of `data`, ascending.
         vectors: float32 [N, D].
         labels: int64 [N, K], source ids of its best labels.
@@ -184,7 +186,7 @@ def distil(
     encoder = _start(transformer, teacher.tokenizer, settings, data, config.seed)
     _train(encoder, teacher, lessons, config, progress)
     query_encoder = dataclasses.replace(teacher.query_encoder, encoder=encoder.eval())
-    # Neither the teacher's probabilities nor its map from texts to rows are the student's.
+    # The teacher's calibration and its maps from texts to rows do not fit the student's vectors.
     student = dataclasses.replace(
         teacher, query_encoder=query_encoder, calibration=None, row_maps={}
     )
@@ -196,7 +198,7 @@ def distil(
         queries=len(measured),
         unseen_by_teacher=unseen_by_teacher,
     )
-    # The teacher's probabilities are those of the teacher's scores.
+    # Label vectors that were trained on these queries would make the probabilities too high.
     if teacher.calibration is not None and unseen_by_teacher:
         calibration = fit_calibration(student, corpus, rows)
         student = dataclasses.replace(student, calibration=calibration)
@@ -231,7 +233,7 @@ def _transformer(teacher: Retriever, path: str) -> TransformerEncoder:
 def _write(
     out: str | Path,
     student: Retriever,
-    teacher: Path,
+    teacher_folder: Path,
     manifest: Manifest,
     changes: Mapping[str, Any],
 ) -> None:
@@ -243,7 +245,7 @@ def _write(
         student.query_encoder.encoder.save(target / "encoder")
         if student.calibration is not None:
             student.calibration.save(target)
-        linked |= link_files(teacher, manifest, target, replaced)
+        linked |= link_files(teacher_folder, manifest, target, replaced)
 
 
 def _held_out(path: str, about: Mapping[str, Any], corpus: Corpus) -> tuple[TrainingData, bool]:
@@ -305,17 +307,17 @@ def _temperature(teacher: Retriever, data: TrainingData, config: Distillation) -
 
 
 def _start(
-    teacher: TransformerEncoder,
+    transformer: TransformerEncoder,
     tokenizer: TextTokenizer,
     settings: EncoderConfig,
     data: TrainingData,
     seed: int,
 ) -> Encoder:
-    """A static encoder whose tokens have the vectors that the teacher gives them as texts."""
+    """A static encoder in which a token has the vector that the transformer gives it as a text."""
     counts = data.token_counts(tokenizer.vocab_size)
     encoder = build_encoder(settings, tokenizer, counts, seed)
     assert isinstance(encoder, StaticEncoder)
-    table_VD = fit_width(token_vectors(teacher, tokenizer), settings.dim)
+    table_VD = fit_width(token_vectors(transformer, tokenizer), settings.dim)
     encoder.start_from(table_VD.to(encoder.embedding.weight), share=1.0)
     return encoder.train()
 
@@ -327,7 +329,10 @@ def _train(
     config: Distillation,
     progress: Callable[[int], None] | None,
 ) -> None:
-    head = teacher.query_encoder.head.requires_grad_(False)
+    """Trains the encoder on positives, on the teacher's probabilities and on its vectors."""
+    # The student keeps the teacher's head as it is.
+    head = teacher.query_encoder.head
+    head.requires_grad_(False)
     steps_per_epoch = math.ceil(len(lessons.ids) / config.batch_size)
     num_steps = config.epochs * steps_per_epoch
     settings = OptimConfig(lr=config.lr, warmup_steps=int(WARMUP * num_steps))
@@ -340,18 +345,20 @@ def _train(
         ids = lessons.ids[places]
         positives = _positives(lessons.data, ids)
         label_C = _step_labels(lessons, places, positives, step, config)
-        label_CD = torch.from_numpy(teacher.labels.vectors_of(label_C)) / lessons.temperature
+        label_CD = torch.from_numpy(teacher.labels.vectors_of(label_C))
+        # Divided once, this puts the scores of teacher and student at the same temperature.
+        scaled_label_CD = label_CD / lessons.temperature
         teacher_BD = torch.from_numpy(lessons.vectors[places])
         student_BD = head(encoder(lessons.data.tokens(ids)))
         if teacher.query_encoder.normalised:
             student_BD = F.normalize(student_BD, dim=-1)
         is_own_BC = _is_own(_own_labels(lessons.data, ids), label_C)
-        teacher_BC = (teacher_BD @ label_CD.T).masked_fill(is_own_BC, NEVER)
-        student_BC = (student_BD @ label_CD.T).masked_fill(is_own_BC, NEVER)
-        right_BC = _shares(positives, lessons.data.weights(ids), label_C)
-        taught_BC = F.softmax(teacher_BC, dim=1)
-        target_BC = config.positives * right_BC + (1 - config.positives) * taught_BC
-        loss = F.cross_entropy(student_BC, target_BC)
+        teacher_score_BC = (teacher_BD @ scaled_label_CD.T).masked_fill(is_own_BC, NEVER)
+        student_score_BC = (student_BD @ scaled_label_CD.T).masked_fill(is_own_BC, NEVER)
+        positive_share_BC = _shares(positives, lessons.data.weights(ids), label_C)
+        teacher_share_BC = F.softmax(teacher_score_BC, dim=1)
+        target_BC = config.positives * positive_share_BC + (1 - config.positives) * teacher_share_BC
+        loss = F.cross_entropy(student_score_BC, target_BC)
         error_B = (student_BD - teacher_BD).square().sum(dim=1)
         loss = loss + error_B.mean() / mean_square
         optimizer.zero_grad()
@@ -405,7 +412,7 @@ def _shares(positives: Ragged, weights: Float64Array | None, label_C: Int64Array
         counts = torch.from_numpy(weights[is_there]).to(counts)
     share_BC[positives.row_ids[is_there], places[is_there]] = counts
     sum_B1 = share_BC.sum(dim=1, keepdim=True)
-    # A query none of whose positives count has no share.
+    # A row without positives stays 0: the loss has the teacher's share alone.
     return share_BC / sum_B1.where(sum_B1 > 0, 1)
 
 

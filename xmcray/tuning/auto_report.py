@@ -47,10 +47,11 @@ def write_page(path: Path, corpus: Corpus, result: Result) -> None:
         corpus: corpus of the study.
         result: content of results.json.
     """
-    tables = [_parts_table(result), _trials_table(result), _more_time_table(result)]
+    tables = []
     test = result["test"]
     if test is not None:
-        tables = [_test_split_table(test), _comparison_table(test), *tables]
+        tables += [_test_split_table(test), _comparison_table(test)]
+    tables += [_parts_table(result), _trials_table(result), _more_time_table(result)]
     page = render(
         "auto_report.html.j2",
         title=f"Automatic choice on {corpus.card.name}",
@@ -72,7 +73,7 @@ def _subtitle(corpus: Corpus, result: Result) -> str:
         f"Best: {members or 'words alone'}, fused.",
         f"{num_finished} of {len(states)} trials trained to the end.",
         f"{spent_min:.1f} of {budget_min:.1f} minutes spent on {result['cores']} cores"
-        f" (load {result['load']:.1f} at the end; whatever else ran took a part of the time).",
+        f" (load {result['load']:.1f} at the end; other processes shared the cores).",
         f"xmcray {__version__}.",
     ]
     return " ".join(sentences)
@@ -80,18 +81,18 @@ def _subtitle(corpus: Corpus, result: Result) -> str:
 
 def _test_split_table(test: Mapping[str, Any]) -> _Table:
     rows = []
-    for result in test["results"]:
-        metrics = [_with_interval(result, metric) for metric in METRICS]
-        calibration_error = percent(result.get("ECE@5"))
-        rows.append([result["name"], *metrics, calibration_error])
+    for system in test["results"]:
+        metrics = [_with_interval(system, metric) for metric in METRICS]
+        calibration_error = percent(system.get("ECE@5"))
+        rows.append([system["name"], *metrics, calibration_error])
     columns = ["", *METRICS, "ECE@5"]
     note = f"{test['queries']:,} queries, 95 % bootstrap intervals. {_BASELINE_NOTE}"
     return _Table("On the test split, in percent", columns, rows, note)
 
 
-def _with_interval(result: Mapping[str, Any], metric: str) -> str:
-    low, high = result[f"{metric} interval"]
-    return f"{percent(result[metric])} [{percent(low)}, {percent(high)}]"
+def _with_interval(system: Mapping[str, Any], metric: str) -> str:
+    low, high = system[f"{metric} interval"]
+    return f"{percent(system[metric])} [{percent(low)}, {percent(high)}]"
 
 
 def _comparison_table(test: Mapping[str, Any]) -> _Table:
@@ -108,7 +109,7 @@ def _comparison_table(test: Mapping[str, Any]) -> _Table:
         ]
         rows.append(cells)
     columns = ["bundle minus", "metric", "points", "95 % interval", "p"]
-    note = "Paired tests over queries. The test split has decided nothing."
+    note = "Paired tests over queries. Nothing was chosen by the test split."
     return _Table("By how much", columns, rows, note)
 
 

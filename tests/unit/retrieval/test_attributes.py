@@ -20,7 +20,7 @@ from operations import delete, update
 from shell import Shell
 
 from xmcray.errors import BundleError, ConfigError, DataError
-from xmcray.retrieval.attributes import FILE, LabelAttributes, attribute_set
+from xmcray.retrieval.attributes import FILE, LabelAttributes, checked_attributes
 from xmcray.retrieval.bundle import read_attributes, read_settings
 from xmcray.retrieval.labels import NewLabel, add_labels, annotate_labels, remove_labels
 from xmcray.retrieval.retriever import Retriever
@@ -189,7 +189,7 @@ def test_a_file_keeps_values_and_types(tmp_path: Path) -> None:
 )
 def test_sets_that_are_none(row: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        attribute_set(row)
+        checked_attributes(row)
     assert message in str(caught.value)
     with pytest.raises(ConfigError):
         KNOWN.with_rows(5, {0: row})
@@ -206,7 +206,7 @@ def test_an_attribute_has_one_type() -> None:
         LabelAttributes(2).with_rows(2, {0: {"a": 1}, 1: {"a": "1"}})
     with pytest.raises(
         ConfigError,
-        match="attribute 'year' has fractions and 4611686018427387905, which is no float",
+        match="attribute 'year' has fractions and the integer 4611686018427387905, which is no float64",
     ):
         KNOWN.with_rows(5, {0: {"year": 0.5}})
     few = KNOWN.with_rows(5, {3: {}}).with_rows(5, {2: {"year": 0.5}})
