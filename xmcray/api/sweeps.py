@@ -109,13 +109,7 @@ def tune(
     from xmcray.tuning.sweep import SweepConfig
 
     values = merged(config)
-    # The number that a preset has is for one training, and trials share the machine.
-    own_cluster = merged_without_presets(config).get("cluster")
-    has_workers = isinstance(own_cluster, Mapping) and "workers" in own_cluster
-    if workers is None and not has_workers:
-        workers = 0
-    if workers is not None:
-        values = configs.overlay(values, {"cluster": {"workers": workers}})
+    values = configs.overlay(values, {"cluster": _processes_of_a_trial(config, workers)})
     settings = RunConfig.resolve(method, values)
     _warn_of_set(space_as_given, space_name, set_one_by_one(config))
     left_out = _left_out(out, space_as_given, space_name)
@@ -135,6 +129,17 @@ def tune(
     )
     definition = _checked(definition, settings, space_name, first, data)
     return _run(definition, settings, data, out, trials, keep, progress)
+
+
+def _processes_of_a_trial(config: Settings, workers: int | None) -> dict[str, int]:
+    """Settings of a trial's processes and threads that replace those of presets.
+
+    The numbers of a preset are for one training, and trials share the machine.
+    """
+    own_cluster = merged_without_presets(config).get("cluster")
+    own_names = own_cluster.keys() if isinstance(own_cluster, Mapping) else ()
+    replaced = {name: 0 for name in ("workers", "threads_per_process") if name not in own_names}
+    return replaced if workers is None else {**replaced, "workers": workers}
 
 
 def _checked(

@@ -14,6 +14,8 @@ from corpora import planted_corpus
 from parsed_page import Page
 from shell import Shell
 
+from xmcray import config as configs
+from xmcray.api import sweeps
 from xmcray.errors import ConfigError, ResourceError, RunError
 from xmcray.training.run import ClusterConfig, RunConfig
 from xmcray.tuning.report import importance, write_report
@@ -376,6 +378,23 @@ def test_mistakes_of_a_command(arguments: str, message: str, tmp_path: Path, she
     command = f"tune {arguments} --data C --space {space} --out {tmp_path}/out"
     assert message in shell.error(command)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("own", "workers", "expected"),
+    [
+        ({}, None, {"workers": 0, "threads_per_process": 0}),
+        ({}, 2, {"workers": 2, "threads_per_process": 0}),
+        ({"cluster.workers": 3}, None, {"threads_per_process": 0}),
+        ({"cluster.threads_per_process": 4}, None, {"workers": 0}),
+    ],
+)
+def test_trials_have_no_processes_or_threads_of_a_preset(
+    own: dict[str, int], workers: int | None, expected: dict[str, int]
+) -> None:
+    config = ["preset:astra/msdocs-links", own]
+    assert configs.load_yaml(config[0])["cluster"].keys() == {"workers", "threads_per_process"}
+    assert sweeps._processes_of_a_trial(config, workers) == expected
 
 
 @pytest.mark.parametrize(
