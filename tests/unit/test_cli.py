@@ -538,7 +538,7 @@ def test_a_hub_id_without_network(
 
 
 def test_evaluate_compares_with_several_runs_and_measures_slices(
-    folder: Path, shell: Shell, tmp_path: Path
+    folder: Path, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queries = Corpus.open(folder / "corpus").split("test")
     uids = queries.uids(np.arange(len(queries)))
@@ -552,9 +552,13 @@ def test_evaluate_compares_with_several_runs_and_measures_slices(
     assert "Slices of the queries" in printed
     measured = json.loads(shell.run(f"evaluate {bundle} {data} --slices {slices} --json"))
     assert [row["value"] for row in measured["slices"]] == [0, 1]
+    monkeypatch.setattr(outcome, "measure_bundle", lambda *_, **__: pytest.fail("it measured"))
     slices.write_text('{"attributes": {}}\n')
     mistake = shell.error(f"evaluate {bundle} {data} --slices {slices}")
     assert mistake == f"{slices}:1: no uid, expected that of a query"
+    slices.write_text('{"uid": "of another split", "attributes": {"part": 1}}\n')
+    mistake = shell.error(f"evaluate {bundle} {data} --slices {slices}")
+    assert mistake == "none of 20 queries has an attribute, expected uids of this split"
 
 
 def test_predictions_of_other_queries(folder: Path, shell: Shell, tmp_path: Path) -> None:

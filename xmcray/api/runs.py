@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from xmcray import config as configs
 from xmcray.api.settings_sources import Location, Settings, merged, text_of
 from xmcray.errors import ConfigError
@@ -172,7 +174,7 @@ def evaluate(
 
     # An open corpus has been verified.
     corpus = data if isinstance(data, Corpus) else Corpus.open(os.fspath(data))
-    attributes = {} if slices is None else _query_attributes(slices)
+    attributes = {} if slices is None else _query_attributes(slices, corpus.split(split))
     with counting(f"{split} queries", len(corpus.split(split)), progress) as count:
         if kind == "predictions":
             answers = outcome.stored_answers(origin, corpus, split)
@@ -202,11 +204,20 @@ def _check_stored_answers(origin: str, **options: object) -> None:
             raise ConfigError(f"{name}: {origin} already holds the answers; name a run or a bundle")
 
 
-def _query_attributes(path: Location) -> Mapping[str, Mapping[str, Any]]:
-    """Attributes by uid of the query, from a file as `xmcray labels annotate` takes it."""
+def _query_attributes(path: Location, queries: Split) -> Mapping[str, Mapping[str, Any]]:
+    """Attributes by uid of the query, from a file as `xmcray labels annotate` takes it.
+
+    Raises:
+        DataError: they are those of no query of the split, or one has too many values.
+    """
+    from xmcray.evaluation.slices import check_attributes
     from xmcray.retrieval.labels import read_attribute_sets
 
-    return read_attribute_sets([Path(path)], "query")
+    attributes = read_attribute_sets([Path(path)], "query")
+    # A mistake is reported now, not when all queries have been answered.
+    uids = queries.uids(np.arange(len(queries)))
+    check_attributes([attributes.get(uid, {}) for uid in uids])
+    return attributes
 
 
 def _sliced(

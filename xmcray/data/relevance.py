@@ -35,19 +35,22 @@ class Relevance:
         values = split.relevance()
         if values is None:
             return None
-        mean = float(values.mean(dtype=np.float64))
+        mean = float(values.mean(dtype=np.float64)) if len(values) else 0.0
         return cls(values, offsets_of(split.num_positives()), mean)
 
     @property
     def is_graded(self) -> bool:
         """Whether the numbers can be weights and gains: none is negative, and one is positive."""
-        return bool(self.values.min() >= 0 and self.mean > 0)
+        return bool(self.values.min(initial=0) >= 0 and self.mean > 0)
 
     def check(self) -> None:
         """Raises DataError unless the numbers can be weights."""
         if not self.is_graded:
+            # Without any value both are the mean, which is 0.
+            low = self.values.min(initial=self.mean)
+            high = self.values.max(initial=self.mean)
             raise DataError(
-                f"relevance goes from {self.values.min():g} to {self.values.max():g}, expected"
+                f"relevance goes from {low:g} to {high:g}, expected"
                 " numbers of at least 0, not all of them 0; set data.relevance=ignore, or correct"
                 " the raw files"
             )

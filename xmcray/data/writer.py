@@ -207,7 +207,7 @@ class CorpusWriter:
             for missing, reason in (("text", "no text"), ("labels", "no positives")):
                 name = f"{split}: {reason}"
                 num_without[missing] = self.odd[name] - self.earlier_odd[name]
-            if self.source.side_width() > 0:
+            if self.source.side_vectors(split) is not None:
                 # Side vectors, such as those of images, can stand for texts.
                 num_without["text"] = 0
             for missing, count in num_without.items():

@@ -34,13 +34,8 @@ def with_slices(
     Raises:
         DataError: no query has an attribute, or one has too many values.
     """
-    names = sorted(set[str]().union(*attributes))
-    if not names:
-        raise DataError(
-            f"none of {evaluation.queries} queries has an attribute, expected uids of this split"
-        )
     slices = []
-    for name in names:
+    for name in _names(attributes):
         key_by_query = [_key(own.get(name)) for own in attributes]
         for key in _distinct_keys(name, key_by_query):
             is_member_Q = np.array([own_key == key for own_key in key_by_query])
@@ -53,6 +48,26 @@ def with_slices(
             }
             slices.append(row)
     return dataclasses.replace(evaluation, slices=slices)
+
+
+def check_attributes(attributes: Sequence[Mapping[str, Any]]) -> None:
+    """Raises DataError as `with_slices`, before anything is measured.
+
+    Args:
+        attributes: attributes by name of each query of a split.
+    """
+    for name in _names(attributes):
+        _distinct_keys(name, [_key(own.get(name)) for own in attributes])
+
+
+def _names(attributes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of all attributes, in order; raises DataError if there is none."""
+    names = sorted(set[str]().union(*attributes))
+    if not names:
+        raise DataError(
+            f"none of {len(attributes)} queries has an attribute, expected uids of this split"
+        )
+    return names
 
 
 def _key(value: Any) -> tuple[bool, Any]:

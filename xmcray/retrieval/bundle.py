@@ -115,8 +115,9 @@ class Settings:
     @property
     def normalises_labels(self) -> bool:
         """Whether the vectors of labels got length 1, whatever the head makes."""
-        # A fused bundle has the vectors of its members' exports.
-        return bool(self.predictor["kind"] == "memory")
+        # A fused bundle has the label vectors of the bundles that it was made of.
+        is_memory = self.predictor["kind"] == "memory"
+        return is_memory or bool(self.predictor.get("normalised_labels"))
 
 
 @contextlib.contextmanager

@@ -455,7 +455,10 @@ def open_for_change(bundle: str | Path, out: str | Path | None) -> Iterator[Open
         raise ConfigError(
             f"{bundle} is a URL, where a bundle cannot be replaced at one moment; choose another with --out"
         )
-    if out is not None:
+    if out is None:
+        # A link stays one: the folder that it names is replaced.
+        bundle = Path(bundle).resolve()
+    else:
         refuse_existing(out)
     folder, _ = open_artifact(bundle, KIND, contents=False)
     with exclusive(folder) if out is None else contextlib.nullcontext():

@@ -94,7 +94,8 @@ class RememberedQueries:
             weights = None
             if (folder / _WEIGHTS).is_file():
                 weights = read_array(folder / _WEIGHTS, np.float32, mapped=True)
-                fits &= len(weights) == len(labels)
+                can_weigh = bool(np.isfinite(weights).all() and weights.min(initial=0) >= 0)
+                fits &= len(weights) == len(labels) and can_weigh
         if not fits:
             raise BundleError(
                 f"{bundle}: the files of its memory do not fit settings.json; make it again"

@@ -80,12 +80,17 @@ def relevance_of(about: Mapping[str, Any], corpus: Corpus) -> Relevance | None:
 
     Args:
         about: `about` of its manifest.
-        corpus: the one that it was made from.
+        corpus: the one whose training queries vote.
+    Raises:
+        DataError: the corpus has numbers that cannot be weights.
     """
     data = about.get("config", {}).get("data") or {}
     if data.get("relevance", "ignore") == "ignore":
         return None
-    return Relevance.read(corpus.split("train"))
+    relevance = Relevance.read(corpus.split("train"))
+    if relevance is not None:
+        relevance.check()
+    return relevance
 
 
 def without_voters(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Retriever:

@@ -78,6 +78,16 @@ def test_queries_and_label_texts_of_a_batch_keep_theirs(corpus: Corpus) -> None:
     assert side_vectors_of(joined, WIDTH).tolist() == [[0.0] * WIDTH, expected[1]]
 
 
+def test_vectors_of_labels_alone_do_not_stand_for_texts_of_queries(tmp_path: Path) -> None:
+    raw = write_raw(tmp_path / "raw")
+    for name in ("train", "test"):
+        (raw / f"{name}.vectors.npy").unlink()
+        path = raw / f"{name}.jsonl"
+        path.write_text(path.read_text().replace('"text"', '"txt"'))
+    with pytest.raises(DataError, match="no training query has text"):
+        corpus_of(raw, tmp_path / "corpus")
+
+
 def test_a_rejected_label_has_no_vector(tmp_path: Path) -> None:
     raw = write_raw(tmp_path / "raw")
     lines = (raw / "labels.jsonl").read_text().splitlines()

@@ -23,8 +23,9 @@ from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.memory import RememberedQueries, remember, remembered_rows
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.votes import MemoryConfig, count_votes
+from xmcray.training.held_out import relevance_of
 from xmcray.training.loop import Setup, build
-from xmcray.training.outcome import measure
+from xmcray.training.outcome import measure, nearest_queries
 from xmcray.training.run import RunConfig
 from xmcray.types import Batch, Float32Array, Float64Array, Int64Array, Ragged, TopLabels
 
@@ -276,3 +277,22 @@ def test_voters_weigh_their_positives(rising: Corpus, tmp_path: Path) -> None:
     expected = expected_L[votes.pairs]
     assert votes.of_queries == pytest.approx(expected)
     assert len(set(expected.tolist())) > 1
+
+
+def test_relevance_below_0_cannot_weigh_votes(tmp_path: Path) -> None:
+    """A memory may be of another corpus than the one that a run was trained on and checked with."""
+    about = {"config": {"data": {"relevance": "weight"}}}
+    with pytest.raises(DataError, match="relevance goes from -1 to -1, expected numbers of at"):
+        relevance_of(about, regraded_corpus(tmp_path, -1))
+
+
+def test_a_graded_split_whose_positives_are_all_filtered_is_one_line(tmp_path: Path) -> None:
+    plain = planted_corpus(tmp_path, num_queries=10, num_labels=5)
+    raw = tmp_path / "raw"
+    label = json.loads((raw / "labels.jsonl").read_text().splitlines()[0])["uid"]
+    row = {"uid": "only", "text": "w1x1", "labels": [label], "relevance": [2]}
+    (raw / "test.jsonl").write_text(json.dumps(row) + "\n")
+    (raw / "filter_labels_test.txt").write_text("0 0\n")
+    corpus = corpus_of(raw, tmp_path / "filtered", plain.tokenizer())
+    with pytest.raises(DataError, match="none of 1 queries has a positive left"):
+        measure(nearest_queries(corpus, "test"), corpus, "test")

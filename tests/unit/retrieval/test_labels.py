@@ -252,6 +252,19 @@ def test_labels_that_join_one_by_one_lie_in_few_blocks(bundles: Any) -> None:
     assert labels.ids_by_uid()["u3"] == 3
 
 
+def test_a_link_to_a_bundle_stays_a_link(bundles: Any, tmp_path: Path) -> None:
+    bundle = shutil.copytree(bundles("texts"), tmp_path / "bundle-1")
+    link = tmp_path / "current"
+    link.symlink_to("bundle-1")
+    num_before = Retriever.load(bundle).num_labels
+
+    add_labels(link, NEW[:1])
+
+    assert link.is_symlink()
+    assert Retriever.load(bundle).num_labels == num_before + 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle-1", "current"]
+
+
 def test_known_labels_are_encoded_once_for_all_that_join(
     bundles: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

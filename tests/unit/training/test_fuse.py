@@ -107,6 +107,11 @@ def texts(corpus: Corpus) -> list[str]:
     return test.texts(np.arange(12))
 
 
+def test_labels_that_join_get_vectors_of_length_1_as_those_of_a_memory(bundle: Path) -> None:
+    members = Retriever.load(bundle).members
+    assert all(member.query_encoder.normalised_labels for member in members)
+
+
 class WordCosines:
     """TF-IDF cosines of texts, by a plain loop."""
 
