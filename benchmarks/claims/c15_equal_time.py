@@ -77,10 +77,8 @@ def make(full: bool) -> Claim:
         f" Every budget of {'time' if full else 'CPU time on one core'} is a training of its own, whose learning rate"
         " falls to 0 as a cosine over that time; the rate of the rows is chosen on held-out training queries for each"
         f" of them, of sampled labels from {rates['sampled']}, of all labels from {rates['exact']}."
-        " Only after 15 s the smallest of these is the best for all labels; there 30, 10, 3 and 1 are worse."
         " Sampled: 2,000 uniform labels of a batch and 20"
-        " hard negatives of a query, new every 2 epochs; the index is built within the same time."
-        " Both kinds ran on an AMD EPYC without units for matrix products; what a second buys depends on that.",
+        " hard negatives of a query, new every 2 epochs; the index is built within the same time.",
         metrics=("P@1", "P@5", "steps"),
         plot=curves,
     )

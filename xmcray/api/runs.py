@@ -215,8 +215,8 @@ def _query_attributes(path: Location, queries: Split) -> Mapping[str, Mapping[st
 
     attributes = read_attribute_sets([Path(path)], "query")
     # A mistake is reported now, not when all queries have been answered.
-    uids = queries.uids(np.arange(len(queries)))
-    check_attributes([attributes.get(uid, {}) for uid in uids])
+    rows = np.setdiff1d(np.arange(len(queries)), queries.rows_without_positives)
+    check_attributes([attributes.get(uid, {}) for uid in queries.uids(rows)])
     return attributes
 
 

@@ -51,10 +51,10 @@ def with_slices(
 
 
 def check_attributes(attributes: Sequence[Mapping[str, Any]]) -> None:
-    """Raises DataError as `with_slices`, before anything is measured.
+    """Raises DataError as `with_slices` would, so that nothing is measured in vain.
 
     Args:
-        attributes: attributes by name of each query of a split.
+        attributes: attributes by name of each query that may count.
     """
     for name in _names(attributes):
         _distinct_keys(name, [_key(own.get(name)) for own in attributes])

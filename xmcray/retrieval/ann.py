@@ -162,7 +162,10 @@ def refer_to(graph: Any, rows: Float32Array) -> None:
 def has_quick_codes(faiss_index: Any) -> bool:
     """Whether it compares codes of 4 bits, many with a few instructions."""
     faiss = import_faiss()
-    return isinstance(faiss_index, (faiss.IndexFastScan, faiss.IndexIVFFastScan))
+    codes = faiss_index
+    if isinstance(faiss_index, faiss.IndexPreTransform):
+        codes = faiss.downcast_index(faiss_index.index)
+    return isinstance(codes, (faiss.IndexFastScan, faiss.IndexIVFFastScan))
 
 
 def breadth_of(faiss_index: Any) -> int:

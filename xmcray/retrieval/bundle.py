@@ -75,7 +75,7 @@ class Settings:
     Attributes:
         num_labels: L, source ids given so far, also to labels removed since.
         dim: D, the width of vectors and queries.
-        method: which method trained the bundle; for the reader only.
+        method: which method made the label vectors; those of "memory" have length 1.
         factory: the factory string by which indexes were built.
         predictor: what becomes of the neighbours: "labels" answers with them, "memory" lets them
             vote (memory.py), "fused" adds up several parts (parts.py).
@@ -115,9 +115,8 @@ class Settings:
     @property
     def normalises_labels(self) -> bool:
         """Whether the vectors of labels got length 1, whatever the head makes."""
-        # A fused bundle has the label vectors of the bundles that it was made of.
-        is_memory = self.predictor["kind"] == "memory"
-        return is_memory or bool(self.predictor.get("normalised_labels"))
+        # A fused bundle has the label vectors, and the method, of the bundles that it was made of.
+        return self.predictor["kind"] == "memory" or self.method == "memory"
 
 
 @contextlib.contextmanager

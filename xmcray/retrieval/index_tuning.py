@@ -159,4 +159,6 @@ def _nprobe_steps(num_lists: int, most: int) -> list[int]:
         # Each power of two doubles the distance to the next step.
         if step == 8 * distance:
             distance *= 2
+    if steps and steps[-1] < limit:
+        steps.append(limit)
     return steps or [num_lists]

@@ -222,8 +222,7 @@ def carry_attributes(old: str | Path, new: str | Path) -> int:
         )
     labels = Retriever.load(old_folder).labels
     attributes = read_attributes(old_folder, labels.settings, labels.removed)
-    # A link stays one, and its folder is changed.
-    with open_for_change(Path(new).resolve(), None) as target:
+    with open_for_change(new, None) as target:
         retriever = target.retriever
         new_index = UidIndex(retriever.labels)
         rows: dict[int, dict[str, Scalar]] = {}
@@ -455,13 +454,13 @@ def open_for_change(bundle: str | Path, out: str | Path | None) -> Iterator[Open
         raise ConfigError(
             f"{bundle} is a URL, where a bundle cannot be replaced at one moment; choose another with --out"
         )
-    if out is None:
-        # A link stays one: the folder that it names is replaced.
-        bundle = Path(bundle).resolve()
-    else:
+    if out is not None:
         refuse_existing(out)
     folder, _ = open_artifact(bundle, KIND, contents=False)
+    if out is None:
+        # A link stays one: the folder that it names is replaced.
+        folder = folder.resolve()
     with exclusive(folder) if out is None else contextlib.nullcontext():
         manifest = read_manifest(folder, KIND)
         retriever = Retriever.load(folder)
-        yield OpenBundle(retriever, folder, manifest, out or bundle, replacing=out is None)
+        yield OpenBundle(retriever, folder, manifest, out or folder, replacing=out is None)

@@ -346,14 +346,15 @@ def _build_pool(at_once: int, index_threads: int) -> Iterator[ThreadPoolExecutor
         torch.set_num_threads(threads_before)
 
 
-def _warn_of_recall(recall: float, spec: IndexSpec) -> None:
-    """Says that an index clearly misses the wanted recall, unless its breadth was given."""
-    if recall < spec.recall - CODE_LOSS and not (spec.nprobe or spec.ef_search or spec.candidates):
+def _warn_of_recall(index: Index, spec: IndexSpec) -> None:
+    """Says that an index misses the wanted recall, unless its breadth was given."""
+    least = spec.recall - CODE_LOSS if index.num_lists else spec.recall
+    if index.recall < least and not (spec.nprobe or spec.ef_search or spec.candidates):
         logger.warning(
             "the index %s finds %.3f of the nearest labels, index.recall=%g wanted more;"
             " index.factory=Flat finds all",
             spec.factory,
-            recall,
+            index.recall,
             spec.recall,
         )
 
@@ -377,7 +378,7 @@ def _write_index(
         return shard
     if index.is_exact:
         return shard
-    _warn_of_recall(index.recall, build.spec)
+    _warn_of_recall(index, build.spec)
     index.save(folder / _index_name(number))
     return dataclasses.replace(shard, indexed=True, candidates=index.candidates)
 

@@ -349,7 +349,6 @@ def _write_member(
             "kind": "fused",
             "num_queries": memory["num_queries"],
             "shards": memory["shards"],
-            "normalised_labels": settings.normalises_labels,
         }
         write_settings(made, dataclasses.replace(settings, predictor=predictor))
         linked |= link_files(folder, manifest, made, [*replaced, _SETTINGS])

@@ -88,8 +88,11 @@ def relevance_of(about: Mapping[str, Any], corpus: Corpus) -> Relevance | None:
     if data.get("relevance", "ignore") == "ignore":
         return None
     relevance = Relevance.read(corpus.split("train"))
-    if relevance is not None:
-        relevance.check()
+    if relevance is not None and not relevance.is_graded:
+        raise DataError(
+            f"{corpus.path} has relevance below 0, or 0 alone, by which no query can vote: correct the"
+            " raw files, or use an encoder that was trained with data.relevance=ignore"
+        )
     return relevance
 
 

@@ -282,7 +282,9 @@ def test_voters_weigh_their_positives(rising: Corpus, tmp_path: Path) -> None:
 def test_relevance_below_0_cannot_weigh_votes(tmp_path: Path) -> None:
     """A memory may be of another corpus than the one that a run was trained on and checked with."""
     about = {"config": {"data": {"relevance": "weight"}}}
-    with pytest.raises(DataError, match="relevance goes from -1 to -1, expected numbers of at"):
+    with pytest.raises(
+        DataError, match="relevance below 0, or 0 alone, by which no query can vote"
+    ):
         relevance_of(about, regraded_corpus(tmp_path, -1))
 
 

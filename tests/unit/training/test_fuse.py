@@ -107,11 +107,6 @@ def texts(corpus: Corpus) -> list[str]:
     return test.texts(np.arange(12))
 
 
-def test_labels_that_join_get_vectors_of_length_1_as_those_of_a_memory(bundle: Path) -> None:
-    members = Retriever.load(bundle).members
-    assert all(member.query_encoder.normalised_labels for member in members)
-
-
 class WordCosines:
     """TF-IDF cosines of texts, by a plain loop."""
 
@@ -368,6 +363,16 @@ def test_a_label_that_joins_is_found_by_its_words(
     top_of_stored = stored.top_labels(texts, 9)
     top_of_view = joined.top_labels(texts, 9)
     assert_array_equal(top_of_stored.ids, top_of_view.ids)
+
+
+def test_labels_that_join_have_vectors_of_length_1_as_those_of_a_memory(
+    bundle: Path, tmp_path: Path
+) -> None:
+    """The encoder's own vectors have other lengths."""
+    add_labels(bundle, [NewLabel("new", "w1x1 w2x2")], tmp_path / "grown")
+    for member in Retriever.load(tmp_path / "grown").members:
+        vectors = member.labels.vectors_of(np.arange(NUM_LABELS + 1))
+        assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
 
 
 def test_requests_that_do_not_fit_are_refused(retriever: Retriever, texts: list[str]) -> None:
