@@ -100,7 +100,7 @@ def machine() -> str:
         version = _version(package)
         if version is not None:
             versions.append(f"{package} {version}")
-    parts = [f"{_processor()}, {cores} cores, {memory_gib:.0f} GiB", *_gpus(), system]
+    parts = [f"{processor()}, {cores} cores, {memory_gib:.0f} GiB", *_gpus(), system]
     return "; ".join([*parts, ", ".join(versions)])
 
 
@@ -201,7 +201,7 @@ def _cell(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _processor() -> str:
+def processor() -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for line in lines:

@@ -32,7 +32,7 @@ from typing import Any
 import data_sets
 import matplotlib as mpl
 import torch
-from common import RESULTS, new_parser, refuse_if_busy, write_table
+from common import RESULTS, new_parser, processor, refuse_if_busy, write_table
 from methods import floors_folder
 from methods_store import METRICS, SETS
 from peer_environment import run_script
@@ -104,6 +104,7 @@ def main() -> None:
             "budget": job.budget,
             "seconds": round(seconds, 1),
             "threads": arguments.threads,
+            "processor": processor(),
             "load": load,
             "metrics": {metric: evaluation.metrics[metric] for metric in METRICS},
         }
@@ -261,11 +262,20 @@ def write(points: Sequence[Point], load: str) -> None:
             f"{row['set']}: the vectors of tokens, distilled once for its vocabulary: {row['seconds']:.0f} s"
             for row in stored("distilled")
         ),
+        *(f"measured on {name}: {sets}" for name, sets in sets_by_processor(points).items()),
         "machine: busy if the load average at the start was above 0.5 per core; such seconds say little",
         load,
     ]
     header = ["set", "system", "budget", *METRICS, "seconds", "machine"]
     write_table("peers.md", "Time to accuracy", header, rows, notes)
+
+
+def sets_by_processor(points: Sequence[Point]) -> dict[str, str]:
+    """The names of the sets that were measured on each processor; only one set's seconds compare."""
+    sets: dict[str, dict[str, None]] = {}
+    for point in points:
+        sets.setdefault(point["processor"], {})[point["set"]] = None
+    return {name: ", ".join(of_processor) for name, of_processor in sets.items()}
 
 
 def draw(points: Sequence[Mapping[str, Any]], name: str, out: Path) -> None:
