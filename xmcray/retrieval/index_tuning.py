@@ -77,8 +77,8 @@ class _Tuning:
     def choose_nprobe(self) -> float:
         """Sets the number of visited lists; returns the recall that it reaches."""
         num_lists = self.index.num_lists
-        # To scan the 4-bit codes of all rows takes a fifth of the time of an exact search of one query,
-        # and about two thirds for many. Without codes, half of the lists take as long.
+        # To scan the 4-bit codes of all rows takes less time than an exact search, most of all for one
+        # query. Without codes, half of the lists take as long.
         most = num_lists if self.index.has_quick_codes else num_lists // 2
         steps = _nprobe_steps(num_lists, most)
         if self.spec.nprobe:
