@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from xmcray import config as configs
 from xmcray.api.settings_sources import Location, Settings, merged, text_of
 from xmcray.errors import ConfigError
@@ -210,6 +208,8 @@ def _query_attributes(path: Location, queries: Split) -> Mapping[str, Mapping[st
     Raises:
         DataError: they are those of no query of the split, or one has too many values.
     """
+    import numpy as np
+
     from xmcray.evaluation.slices import check_attributes
     from xmcray.retrieval.labels import read_attribute_sets
 
