@@ -73,7 +73,7 @@ def _subtitle(corpus: Corpus, result: Result) -> str:
         f"Best: {members or 'words alone'}, fused.",
         f"{num_finished} of {len(states)} trials trained to the end.",
         f"{spent_min:.1f} of {budget_min:.1f} minutes spent on {result['cores']} cores"
-        f" (load {result['load']:.1f} at the end; other processes shared the cores).",
+        f" (load {result['load']:.1f} at the end; other processes, if any, took a part of the time).",
         f"xmcray {__version__}.",
     ]
     return " ".join(sentences)
