@@ -131,10 +131,10 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with the values of `top` in place of its own, section by section."""
     merged = copy.deepcopy(dict(base))
     for key, value in top.items():
-        section = merged.get(key)
-        # Two sections are merged. In all other cases the value of `top` replaces that of `base`.
-        if isinstance(section, dict) and isinstance(value, Mapping):
-            merged[key] = overlay(section, value)
+        # A section is merged into that of `base`. Any other value replaces what is there.
+        if isinstance(value, Mapping):
+            section = merged.get(key)
+            merged[key] = overlay(section if isinstance(section, dict) else {}, value)
         else:
             merged[key] = value
     return merged

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 import pandas as pd
@@ -140,6 +141,10 @@ def test_settings_come_from_files_and_values_the_later_over_the_earlier(tmp_path
     values = merged([file, sections, {"optim.epochs": 5}])
     assert values == {"optim": {"epochs": 5, "lr": 0.1, "batch_size": 8}}
     assert sections == {"optim": {"batch_size": 8}}
+    # Names in a file may be dotted too, and no source need be a dict.
+    file.write_text("optim: {lr: 0.1}\noptim.epochs: 3\n")
+    read_only = MappingProxyType({"optim": MappingProxyType({"epochs": 4})})
+    assert merged([file, read_only]) == {"optim": {"epochs": 4, "lr": 0.1}}
     preset = merged("preset:astra/sample")
     assert preset["negatives"] == {"uniform": 500, "hard": 20}
     assert preset["method_name"] == "astra"

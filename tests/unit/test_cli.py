@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -22,6 +23,7 @@ from shell import SMALL_SETTINGS, Shell, run_command
 
 import xmcray
 from xmcray import api, cli
+from xmcray.cli.arguments import merged_settings
 from xmcray.data.corpus import Corpus
 from xmcray.methods.registry import method_names
 from xmcray.storage.work_folder import locked
@@ -252,6 +254,13 @@ def test_one_line_and_nothing_written(
     monkeypatch.chdir(tmp_path)
     assert message in shell.error(command)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_set_is_stronger_than_a_dotted_name_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("optim: {lr: 0.1}\noptim.epochs: 5\n")
+    options = argparse.Namespace(config=[str(file)], set=["optim.epochs=3"])
+    assert merged_settings(options) == {"optim": {"lr": 0.1, "epochs": 3}}
 
 
 @pytest.mark.parametrize(

@@ -9,26 +9,27 @@ from typing import Any
 from xmcray import config as configs
 from xmcray.errors import ConfigError
 
-# A folder or URL; corpora and runs are paths too.
+# A folder, file or URL, also of a corpus or a run.
 Location = str | os.PathLike[str]
-# Settings: a YAML file, "preset:METHOD/DATASET", values by dotted names or by sections, or several
-# of these, the later over the earlier.
-Settings = Location | Mapping[str, Any] | Sequence[Location | Mapping[str, Any]]
+# A YAML file, "preset:METHOD/DATASET", or a mapping. Their outermost names may be dotted.
+_Source = Location | Mapping[str, Any]
+# Settings from one source, or from several: values of the later ones replace those of the earlier.
+Settings = _Source | Sequence[_Source]
 
 
 def text_of(path: Location | None) -> str | None:
-    """A path as a text; None if there is none."""
+    """The path as a str; None stays None."""
     return None if path is None else os.fspath(path)
 
 
 def texts_of(name: str, items: Sequence[Location]) -> list[str]:
-    """A list of paths or uids as texts.
+    """A list of paths or uids as strings.
 
     Args:
-        name: of the argument.
-        items: the list.
+        name: name of the argument, for the message.
+        items: paths or uids.
     Raises:
-        ConfigError: it is a single text, which would be taken for a list of its letters, or a path.
+        ConfigError: `items` is a single string or path. A string would be read as a list of letters.
     """
     if isinstance(items, str | os.PathLike):
         text = os.fspath(items)
@@ -37,46 +38,41 @@ def texts_of(name: str, items: Sequence[Location]) -> list[str]:
 
 
 def merged(config: Settings) -> dict[str, Any]:
-    """The values of all sources of settings, the later over the earlier, by section.
+    """The values of all sources by section. Later sources replace earlier ones.
 
     Raises:
-        ConfigError: a file cannot be read, or a name goes through a value.
+        ConfigError: a file cannot be read.
     """
     values: dict[str, Any] = {}
     for source in _sources(config):
-        if isinstance(source, Mapping):
-            values = _with_mapping(values, source)
-        else:
-            values = configs.overlay(values, configs.load_yaml(os.fspath(source)))
-    return values
-
-
-def _with_mapping(values: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with those of a source over them, whose names may be dotted."""
-    for name, value in source.items():
-        setting: dict[str, Any] = {}
-        # YAML has names of other types too; such a setting is unknown.
-        configs.put(setting, str(name), value)
-        values = configs.overlay(values, setting)
+        if not isinstance(source, Mapping):
+            source = configs.load_yaml(os.fspath(source))
+        for name, value in source.items():
+            section: dict[str, Any] = {}
+            # A name that is no string, such as a number in YAML, is refused later as unknown.
+            configs.put(section, str(name), value)
+            values = configs.overlay(values, section)
     return values
 
 
 def merged_without_presets(config: Settings) -> dict[str, Any]:
-    """The same of the user's own sources: of all but presets."""
-    return merged([source for source in _sources(config) if not _is_preset(source)])
+    """`merged` of all sources but presets: what the user wrote."""
+    own_sources = [source for source in _sources(config) if not _is_preset(source)]
+    return merged(own_sources)
 
 
-def set_one_by_one(config: Settings) -> dict[str, Any]:
-    """The same of the sources that are no files: of values that were set by their names."""
-    return merged([source for source in _sources(config) if isinstance(source, Mapping)])
+def merged_mappings(config: Settings) -> dict[str, Any]:
+    """`merged` of the mappings alone, without files and presets."""
+    mappings = [source for source in _sources(config) if isinstance(source, Mapping)]
+    return merged(mappings)
 
 
-def _is_preset(source: Location | Mapping[str, Any]) -> bool:
+def _is_preset(source: _Source) -> bool:
     return not isinstance(source, Mapping) and os.fspath(source).startswith("preset:")
 
 
-def _sources(config: Settings) -> Sequence[Location | Mapping[str, Any]]:
-    """Sources of settings as a list, also if there is only one."""
+def _sources(config: Settings) -> Sequence[_Source]:
+    """The sources one by one. A single source becomes a list of one."""
     if isinstance(config, str | os.PathLike | Mapping):
         return [config]
     return config

@@ -16,8 +16,8 @@ from xmcray.api.settings_sources import (
     Location,
     Settings,
     merged,
+    merged_mappings,
     merged_without_presets,
-    set_one_by_one,
 )
 from xmcray.errors import ConfigError
 from xmcray.methods.registry import check_method_name
@@ -111,7 +111,7 @@ def tune(
     values = merged(config)
     values = configs.overlay(values, {"cluster": _processes_of_a_trial(config, workers)})
     settings = RunConfig.resolve(method, values)
-    _warn_of_set(space_as_given, space_name, set_one_by_one(config))
+    _warn_of_set(space_as_given, space_name, merged_mappings(config))
     left_out = _left_out(out, space_as_given, space_name)
     # The checks need a definition, and the corpus is opened only when they have passed.
     definition = SweepConfig(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from xmcray import config
+from xmcray.api.settings_sources import merged
 from xmcray.errors import ConfigError
 
 
@@ -64,7 +65,5 @@ def merged_settings(options: argparse.Namespace, overrides: Sequence[str] = ()) 
         options: arguments of a verb with `add_config`.
         overrides: more assignments such as "optim.epochs=3", over all of them.
     """
-    settings: dict[str, Any] = {}
-    for source in options.config or ():
-        settings = config.overlay(settings, config.load_yaml(source))
-    return config.merge(settings, [*(options.set or ()), *overrides])
+    assignments_over_files = config.merge({}, [*(options.set or ()), *overrides])
+    return merged([*(options.config or ()), assignments_over_files])

@@ -8,7 +8,8 @@ from rich.table import Column, Table
 
 from xmcray.planning.estimate import Plan
 
-Rows = list[tuple[str, str]]
+_Rows = list[tuple[str, str]]
+
 # Units from large to small.
 _BYTES = {
     "TB": 1e12,
@@ -26,14 +27,33 @@ _SECONDS = {
 }
 
 
-def sections(plan: Plan) -> dict[str, Rows]:
+def tables(plan: Plan) -> list[Table | str]:
+    """What the terminal shows: a heading, a table for each section, then assumptions and advice."""
+    sizes = f"{plan.labels:,} labels, {plan.queries:,} queries, D = {plan.dim}"
+    heading = f"{plan.method}: {sizes}; {plan.source}"
+    tables_and_lines: list[Table | str] = [heading]
+    for title, rows in sections(plan).items():
+        table = Table(
+            "",
+            Column(justify="right"),
+            title=title,
+            show_header=False,
+        )
+        for row in rows:
+            table.add_row(*row)
+        tables_and_lines.append(table)
+    tables_and_lines.extend(f"assumed: {assumption}" for assumption in plan.assumptions)
+    tables_and_lines.extend(f"advice: {advice}" for advice in plan.advice)
+    return tables_and_lines
+
+
+def sections(plan: Plan) -> dict[str, _Rows]:
     """Rows of name and value, by the title of their section."""
     limit = _text(plan.limit_bytes, _BYTES)
     memory_title = f"Memory, {plan.workers} workers ({plan.device}, at most {limit} for each)"
 
     queries_per_s = plan.batch / plan.step_seconds
     step_title = f"A step of {plan.batch:,} queries, {queries_per_s:,.0f} per second"
-    step_s = {**plan.step_s, "one step": plan.step_seconds}
 
     run_title = f"A run of {plan.epochs} epochs of {plan.steps_per_epoch:,} steps"
     if plan.cost is not None:
@@ -42,7 +62,7 @@ def sections(plan: Plan) -> dict[str, Rows]:
     return {
         memory_title: _rows(_memory(plan), _BYTES),
         "Disk": _rows(_disk(plan), _BYTES),
-        step_title: _rows(step_s, _SECONDS),
+        step_title: _rows({**plan.step_s, "one step": plan.step_seconds}, _SECONDS),
         run_title: _rows(plan.run_s, _SECONDS),
     }
 
@@ -58,46 +78,26 @@ def _memory(plan: Plan) -> dict[str, int]:
     }
 
 
-def _with_sum(place: str, parts: dict[str, int]) -> dict[str, int]:
-    """Bytes by part, and their sum, under names that begin with the place."""
-    num_bytes = {f"{place}: {name}": part for name, part in parts.items()}
-    num_bytes[f"{place}: in all"] = sum(parts.values())
-    return num_bytes
+def _with_sum(place: str, part_bytes: dict[str, int]) -> dict[str, int]:
+    """Bytes of each part and of all parts. Their names begin with the place."""
+    rows = {f"{place}: {part}": num_bytes for part, num_bytes in part_bytes.items()}
+    rows[f"{place}: in all"] = sum(part_bytes.values())
+    return rows
 
 
 def _disk(plan: Plan) -> dict[str, int]:
     """Bytes by what is on the disk."""
     one_checkpoint = _text(plan.checkpoint, _BYTES)
-    title = f"checkpoints, {plan.checkpoints} of {one_checkpoint}"
+    all_checkpoints = f"checkpoints, {plan.checkpoints} of {one_checkpoint}"
     return {
-        title: plan.checkpoints * plan.checkpoint,
+        all_checkpoints: plan.checkpoints * plan.checkpoint,
         "ledger of the negatives": plan.ledger,
         "index without the vectors": plan.index_on_disk,
     }
 
 
-def tables(plan: Plan) -> list[Table | str]:
-    """A heading, a table for each section, and what is assumed."""
-    sizes = f"{plan.labels:,} labels, {plan.queries:,} queries, D = {plan.dim}"
-    heading = f"{plan.method}: {sizes}; {plan.source}"
-    parts: list[Table | str] = [heading]
-    for title, rows in sections(plan).items():
-        table = Table(
-            "",
-            Column(justify="right"),
-            title=title,
-            show_header=False,
-        )
-        for name, value in rows:
-            table.add_row(name, value)
-        parts.append(table)
-    parts.extend(f"assumed: {assumption}" for assumption in plan.assumptions)
-    parts.extend(f"advice: {advice}" for advice in plan.advice)
-    return parts
-
-
-def _rows(values: Mapping[str, float], units: dict[str, float]) -> Rows:
-    """Names and values as texts, without what is 0, such as the parts of a missing GPU."""
+def _rows(values: Mapping[str, float], units: dict[str, float]) -> _Rows:
+    """Names and values as texts. Values of 0 are left out, such as the sum of a missing GPU."""
     rows = []
     for name, value in values.items():
         if value:
@@ -114,10 +114,12 @@ def _text(value: float, units: dict[str, float]) -> str:
         # 999.6 kB would be rounded to 1,000 kB, so it is written as 1 MB.
         if value >= 0.9995 * unit:
             return f"{_three_digits(value / unit)} {name}"
-    # The loop has ended at the smallest unit.
-    return f"{value / unit:.2g} {name}"
+    smallest = min(units, key=units.__getitem__)
+    return f"{value / units[smallest]:.2g} {smallest}"
 
 
 def _three_digits(value: float) -> str:
-    """Three digits, or all before the point of a larger number, which only the largest unit has."""
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+    """Up to three digits. A number above 999 has more; only the largest unit has such numbers."""
+    if value >= 999.5:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

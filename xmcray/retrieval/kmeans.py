@@ -1,6 +1,6 @@
 """Inverted lists by k-means, on the device where the rows are.
 
-N  all rows    S  rows of the sample    C  lists
+N  all rows    S  rows of the sample    C  lists    R  rows of a block
 """
 
 from __future__ import annotations
@@ -24,49 +24,51 @@ def build_lists(
         vector_ND: float32, on the device that computes.
         long_ids: int64, ascending positions of the rows that are not clustered.
         num_lists: C, at most the number of the other rows.
-        seed: draws the sample, whose first rows start k-means.
+        seed: draws the sample, and so the starts of k-means.
     """
     all_ids = np.arange(len(vector_ND))
     row_ids = np.setdiff1d(all_ids, long_ids, assume_unique=True)
-    random = np.random.default_rng(seed)
     num_samples = min(len(row_ids), TRAIN_ROWS_PER_LIST * num_lists)
-    sample = random.choice(row_ids, num_samples, replace=False)
+    sample_ids = np.random.default_rng(seed).choice(row_ids, num_samples, replace=False)
     device = vector_ND.device
-    sample_SD = vector_ND[as_tensor(sample, np.int64).to(device)]
+    sample_SD = vector_ND[as_tensor(sample_ids, np.int64).to(device)]
     centroid_CD = _centroids(sample_SD, num_lists)
-    listed = as_tensor(row_ids, np.int64).to(device)
-    # Long rows are few: computing them too is cheaper than copying all other vectors.
-    list_ids = _nearest(vector_ND, centroid_CD)[listed]
-    return InvertedLists.of(vector_ND, centroid_CD, listed, list_ids, long_ids)
+    # Long rows are few: assigning them too is cheaper than copying all other vectors.
+    list_N = _nearest(vector_ND, centroid_CD)
+    clustered_ids = as_tensor(row_ids, np.int64).to(device)
+    list_ids = list_N[clustered_ids]
+    return InvertedLists.of(vector_ND, centroid_CD, clustered_ids, list_ids, long_ids)
 
 
 def _centroids(sample_SD: Tensor, num_lists: int) -> Tensor:
-    """float32 [C, D], the vectors that decide which lists a query visits.
+    """float32 [C, D], by which rows are assigned to lists and queries choose the lists they visit.
 
-    They are the means of the clusters of spherical k-means. If all rows are equally long, they are
-    unit vectors (see ann_create.py).
+    Spherical k-means finds the clusters. The centroids are their means, or unit vectors if all rows
+    are equally long; `ann_create._train_centroids` says why.
     """
-    # A start of length 0 (a text without words) would be the nearest centroid of most rows. The sample
-    # is in random order and the sort is stable, so the starts are a random choice of the other rows.
+    # A start of length 0 (a text without words) would be the nearest centroid of most rows, so such
+    # rows come last. The sort is stable, so the starts are in the sample's random order.
     is_zero_S = (sample_SD == 0).all(dim=1)
     starts = is_zero_S.int().argsort(stable=True)[:num_lists]
     unit_CD = nn.functional.normalize(sample_SD[starts], dim=1)
-    # A GPU adds rows in an arbitrary order, on which a sum of floats depends. A sum of integers does
-    # not. Elements become integers up to 2^32, so that 64 bits can hold the sum of 2^31 of them.
-    scale = 2.0**32 / sample_SD.abs().max().double().clamp_min(1e-30)
+    # A GPU adds rows in an arbitrary order. That changes a sum of floats, but not one of integers.
+    # Elements are scaled to at most 2^32, so an int64 holds a sum of 2^30 of them.
+    largest = sample_SD.abs().max().double()
+    scale = 2.0**32 / largest.clamp_min(1e-30)  # all rows may be 0
     integer_SD = (sample_SD.double() * scale).long()
     for _ in range(KMEANS_ROUNDS):
-        sum_CD = _sums(integer_SD, _nearest(sample_SD, unit_CD), num_lists)
+        list_S = _nearest(sample_SD, unit_CD)
+        sum_CD = _sums(integer_SD, list_S, num_lists)
         new_unit_CD = nn.functional.normalize(sum_CD.double(), dim=1).float()
-        # The centroid of a list without rows stays where it is.
-        is_empty_C1 = (sum_CD == 0).all(dim=1, keepdim=True)
-        unit_CD = torch.where(is_empty_C1, unit_CD, new_unit_CD)
+        # A sum of 0 has no direction: the list has no rows, or they cancel. Its centroid stays.
+        is_zero_C1 = (sum_CD == 0).all(dim=1, keepdim=True)
+        unit_CD = torch.where(is_zero_C1, unit_CD, new_unit_CD)
     if are_equally_long(sample_SD.norm(dim=1).cpu().numpy()):
         return unit_CD
     list_S = _nearest(sample_SD, unit_CD)
-    sum_CD = _sums(integer_SD, list_S, num_lists).double() / scale
     size_C1 = torch.bincount(list_S, minlength=num_lists)[:, None]
-    mean_CD = sum_CD / size_C1.clamp_min(1)
+    # A list without rows has 0 / 0 here, and keeps its unit centroid.
+    mean_CD = _sums(integer_SD, list_S, num_lists).double() / scale / size_C1
     return torch.where(size_C1 == 0, unit_CD, mean_CD.float())
 
 
@@ -80,9 +82,10 @@ def _nearest(vector_ND: Tensor, centroid_CD: Tensor) -> Tensor:
     """int64 [N], the list of each row: the one with the nearest centroid."""
     # |x - c|^2 = |x|^2 - 2 (x c - |c|^2 / 2). The nearest centroid has the largest bracket.
     offset_C = -0.5 * (centroid_CD * centroid_CD).sum(dim=1)
-    num_rows = max(1, limits_of(vector_ND).scores // len(centroid_CD))
+    # By blocks, because the scores [R, C] of a block have to fit into the device's limit.
+    block_rows = max(1, limits_of(vector_ND).scores // len(centroid_CD))
     nearest = []
-    for vector_RD in vector_ND.split(num_rows):
+    for vector_RD in vector_ND.split(block_rows):
         score_RC = torch.addmm(offset_C, vector_RD, centroid_CD.T)
         nearest.append(score_RC.argmax(dim=1))
     return torch.cat(nearest)

@@ -23,10 +23,12 @@ from xmcray.errors import BundleError
 from xmcray.retrieval import vector_readme
 from xmcray.retrieval.export_target import ExportTarget
 
-# The limits of one request of Qdrant or Weaviate. By default Qdrant accepts 32 MB.
+# What one request to Qdrant or Weaviate holds. By default Qdrant accepts 32 MB.
 REQUEST_ITEMS = 128
 REQUEST_BYTES = 8 << 20
-MAX_VARCHAR = 65_535  # bytes of a string in Milvus
+# The most bytes of a string and of a JSON field in Milvus.
+MAX_VARCHAR = 65_535
+MAX_JSON = 65_536
 
 
 # Systems that read Parquet files.
@@ -51,8 +53,9 @@ def _with_vectors(block: pa.Table, vectors: pa.Array) -> pa.Table:
 
 def _write_milvus(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
     target.write_tables(_milvus_tables(target, blocks))
-    field = vector_readme.MILVUS_ATTRIBUTES if target.attributes else ""
-    collection = target.filled(vector_readme.MILVUS_COLLECTION).replace("ATTRIBUTES", field)
+    attribute_field = vector_readme.MILVUS_ATTRIBUTES if target.attributes else ""
+    template = target.filled(vector_readme.MILVUS_COLLECTION)
+    collection = template.replace("ATTRIBUTES", attribute_field)
     target.write_text("collection.json", collection)
     # Milvus imports groups of files. Here each file is a group of its own.
     paths = sorted(target.folder.glob("*.parquet"))
@@ -62,12 +65,10 @@ def _write_milvus(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
 
 
 def _milvus_tables(target: ExportTarget, blocks: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Blocks whose strings fit a VarChar and whose attributes are JSON.
-
-    Adds a note about texts that had to be cut.
+    """Blocks as Milvus takes them. Adds a note about texts that had to be cut.
 
     Raises:
-        BundleError: a uid does not fit.
+        BundleError: a uid or the attributes of a label do not fit.
     """
     num_cut = 0
     for block in blocks:
@@ -77,19 +78,7 @@ def _milvus_tables(target: ExportTarget, blocks: Iterable[pa.Table]) -> Iterator
                 f"a uid has more than {MAX_VARCHAR:,} bytes, the most in Milvus; choose another system"
             )
         num_cut += _num_too_long(block["text"])
-        texts = [_cut(text) for text in block["text"].to_pylist()]
-        # Milvus does not know Arrow's type large_string.
-        columns = {
-            "label_id": block["label_id"],
-            "uid": block["uid"].cast(pa.string()),
-            "text": pa.array(texts, pa.string()),
-            "vector": block["vector"],
-        }
-        if target.attributes is not None:
-            rows = block["attributes"].to_pylist()
-            objects = [_compact_json(_present(attributes)) for attributes in rows]
-            columns["attributes"] = pa.array(objects, pa.string())
-        yield pa.table(columns)
+        yield _milvus_table(block)
     # At this point all blocks are written. The README, which lists the notes, is written next.
     if num_cut:
         target.notes.append(
@@ -97,11 +86,33 @@ def _milvus_tables(target: ExportTarget, blocks: Iterable[pa.Table]) -> Iterator
         )
 
 
+def _milvus_table(block: pa.Table) -> pa.Table:
+    """A block with texts that fit a VarChar, and attributes as JSON."""
+    texts = [_cut(text) for text in block["text"].to_pylist()]
+    # Milvus does not know Arrow's type large_string.
+    columns = {
+        "label_id": block["label_id"],
+        "uid": block["uid"].cast(pa.string()),
+        "text": pa.array(texts, pa.string()),
+        "vector": block["vector"],
+    }
+    if "attributes" in block.column_names:
+        rows = block["attributes"].to_pylist()
+        objects = [_compact_json(_present(attributes)) for attributes in rows]
+        # The JSON is ASCII, so its length is its number of bytes.
+        if max(map(len, objects)) > MAX_JSON:
+            raise BundleError(
+                f"attributes of a label have more than {MAX_JSON:,} bytes of JSON, the most in Milvus;"
+                " choose another system"
+            )
+        columns["attributes"] = pa.array(objects, pa.string())
+    return pa.table(columns)
+
+
 def _num_too_long(strings: pa.ChunkedArray) -> int:
     """How many strings have more bytes than a VarChar of Milvus holds."""
     is_too_long = pc.greater(pc.binary_length(strings), MAX_VARCHAR)
-    num_too_long: int = pc.sum(is_too_long).as_py()
-    return num_too_long
+    return int(pc.sum(is_too_long).as_py())
 
 
 def _cut(text: str) -> str:
@@ -129,7 +140,6 @@ def _qdrant_points(block: pa.Table) -> Iterator[str]:
         payload = {"uid": label["uid"], "text": label["text"]}
         if label["attributes"]:
             payload["attributes"] = label["attributes"]
-        # The values are JSON already, as `_json_object` wants them.
         point = {
             "id": str(label["label_id"]),
             "vector": label["vector"],
@@ -138,7 +148,7 @@ def _qdrant_points(block: pa.Table) -> Iterator[str]:
         yield _json_object(point)
 
 
-# The type of a field by the Arrow type of its attribute.
+# Weaviate's type of an attribute, by its Arrow type.
 _WEAVIATE_TYPES = {
     "string": "text",
     "large_string": "text",
@@ -198,7 +208,7 @@ def _weaviate_objects(field_names: Mapping[str, str], block: pa.Table) -> Iterat
         yield _json_object(weaviate_object)
 
 
-# The type of a field by the Arrow type of its attribute.
+# Vespa's type of an attribute, by its Arrow type.
 _VESPA_TYPES = {
     "string": "string",
     "large_string": "string",
@@ -215,22 +225,17 @@ def _write_vespa(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
         name = field_names[attribute.name]
         field_type = _VESPA_TYPES[str(attribute.type)]
         attribute_fields += vector_readme.vespa_field(name, field_type)
-    schema = target.filled(vector_readme.VESPA_SCHEMA).replace("ATTRIBUTES", attribute_fields)
+    template = target.filled(vector_readme.VESPA_SCHEMA)
+    schema = template.replace("ATTRIBUTES", attribute_fields)
     target.write_text("application/schemas/label.sd", schema)
     target.write_text("application/services.xml", vector_readme.VESPA_SERVICES)
     to_lines = functools.partial(_vespa_puts, field_names)
     target.write_lines("documents-{}.jsonl", blocks, to_lines)
 
 
-def _plane_end(plane: int) -> str:
-    """The last two code points of a plane of Unicode, which are never characters."""
-    last = (plane << 16) + 0xFFFF
-    return chr(last - 1) + chr(last)
-
-
-# The code points that Vespa refuses in every text (com.yahoo.text.Text): most control characters, a
-# range that Unicode reserves, and the ends of the planes 1 to 16.
-_PLANE_ENDS = "".join(_plane_end(plane) for plane in range(1, 17))
+# The code points that Vespa refuses in every text (com.yahoo.text.Text): most control characters,
+# U+FDD0 to U+FDDF, and the last two of every plane of Unicode but the first.
+_PLANE_ENDS = "".join(rf"\U{plane:04x}fffe-\U{plane:04x}ffff" for plane in range(1, 17))
 _NOT_IN_TEXT = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\ufdd0-\ufddf{_PLANE_ENDS}]")
 # In a document id these code points are percent-encoded, and so is the percent sign itself.
 _ESCAPED_IN_ID = re.compile(f"{_NOT_IN_TEXT.pattern}|%")
@@ -265,9 +270,9 @@ def _labels(block: pa.Table) -> Iterator[dict[str, Any]]:
     vectors = block["vector"].combine_chunks()
     # One flat array holds the numbers of all labels. Arrow prints the fewest digits from which the same
     # float32 can be read.
-    numbers = pc.cast(vectors.flatten(), pa.string())
+    number_texts = pc.cast(vectors.flatten(), pa.string())
     # The offsets of the vectors cut the flat array into the numbers of each label again.
-    number_lists = pa.ListArray.from_arrays(vectors.offsets, numbers)
+    number_lists = pa.ListArray.from_arrays(vectors.offsets, number_texts)
     joined_numbers = pc.binary_join(number_lists, ",")
     for label in _with_vectors(block, joined_numbers).to_pylist():
         label["vector"] = f"[{label['vector']}]"
@@ -303,7 +308,9 @@ def _fields(label: Mapping[str, Any], field_names: Mapping[str, str]) -> dict[st
 
 
 def _request_bodies(name: str, items: Iterable[str]) -> Iterator[str]:
-    """Splits items into requests of at most REQUEST_ITEMS items and about REQUEST_BYTES bytes.
+    """Joins items into requests of at most REQUEST_ITEMS items and about REQUEST_BYTES bytes.
+
+    A larger item has a request of its own. There is at least one item.
 
     Args:
         name: the field of the body that lists the items.
@@ -312,8 +319,8 @@ def _request_bodies(name: str, items: Iterable[str]) -> Iterator[str]:
     batch: list[str] = []
     size = 0
     for item in items:
-        is_full = len(batch) == REQUEST_ITEMS or size + len(item) > REQUEST_BYTES
-        if batch and is_full:
+        fits = len(batch) < REQUEST_ITEMS and size + len(item) <= REQUEST_BYTES
+        if batch and not fits:
             yield _request_body(name, batch)
             batch = []
             size = 0

@@ -14,7 +14,7 @@ from xmcray.evaluation.table import percent
 from xmcray.storage.whole_files import write_text
 from xmcray.training.part_weights import METRICS
 
-Result = Mapping[str, Any]  # the content of results.json
+Json = Mapping[str, Any]  # results.json, or an object in it
 _BASELINE_NOTE = (
     "The TF-IDF memory is the simple baseline: the labels of the ten training queries whose words and"
     " pairs of words are most similar. It trains nothing. A linear classifier (one-vs-rest) is not"
@@ -24,22 +24,15 @@ _BASELINE_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A table of the page.
-
-    Attributes:
-        title: heading.
-        columns: names of the columns.
-        rows: texts of the cells.
-        note: paragraph under the table.
-    """
+    """A table of the page. The note is a paragraph under it."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    note: str = ""
+    note: str
 
 
-def write_page(path: Path, corpus: Corpus, result: Result) -> None:
+def write_page(path: Path, corpus: Corpus, result: Json) -> None:
     """Writes the page, whole or not at all.
 
     Args:
@@ -48,41 +41,45 @@ def write_page(path: Path, corpus: Corpus, result: Result) -> None:
         result: content of results.json.
     """
     tables = []
-    test = result["test"]
-    if test is not None:
-        tables += [_test_split_table(test), _comparison_table(test)]
-    tables += [_parts_table(result), _trials_table(result), _more_time_table(result)]
+    if result["test"] is not None:
+        tables.append(_test_split_table(result["test"]))
+        tables.append(_comparison_table(result["test"]))
+    tables.append(_parts_table(result))
+    tables.append(_trials_table(result))
+    tables.append(_more_time_table(result))
     page = render(
         "auto_report.html.j2",
         title=f"Automatic choice on {corpus.card.name}",
         subtitle=_subtitle(corpus, result),
+        # A study without comparisons or unfinished trials shows no empty table.
         tables=[table for table in tables if table.rows],
     )
     write_text(path, page)
 
 
-def _subtitle(corpus: Corpus, result: Result) -> str:
+def _subtitle(corpus: Corpus, result: Json) -> str:
     card = corpus.card
-    members = " + ".join(result["bundle"]["members"])
+    members = result["bundle"]["members"]
+    best = " + ".join(members) + ", fused" if members else "words alone"
     states = [trial["state"] for trial in result["trials"]]
     num_finished = states.count("finished")
     spent_min = result["spent_s"] / 60
     budget_min = result["budget_s"] / 60
     sentences = [
         f"{card.num_train:,} training queries, {card.num_labels:,} labels.",
-        f"Best: {members or 'words alone'}, fused.",
+        f"Best: {best}.",
         f"{num_finished} of {len(states)} trials trained to the end.",
-        f"{spent_min:.1f} of {budget_min:.1f} minutes spent on {result['cores']} cores"
-        f" (load {result['load']:.1f} at the end; other processes, if any, took a part of the time).",
+        f"{spent_min:.1f} of {budget_min:.1f} minutes spent on {result['cores']} cores.",
+        f"The load was {result['load']:.1f} at the end; other processes, if any, took a part of the time.",
         f"xmcray {__version__}.",
     ]
     return " ".join(sentences)
 
 
-def _test_split_table(test: Mapping[str, Any]) -> _Table:
+def _test_split_table(test: Json) -> _Table:
     rows = []
     for system in test["results"]:
-        metrics = [_with_interval(system, metric) for metric in METRICS]
+        metrics = [_metric_cell(system, metric) for metric in METRICS]
         calibration_error = percent(system.get("ECE@5"))
         rows.append([system["name"], *metrics, calibration_error])
     columns = ["", *METRICS, "ECE@5"]
@@ -90,12 +87,13 @@ def _test_split_table(test: Mapping[str, Any]) -> _Table:
     return _Table("On the test split, in percent", columns, rows, note)
 
 
-def _with_interval(system: Mapping[str, Any], metric: str) -> str:
+def _metric_cell(system: Json, metric: str) -> str:
+    """A metric with its interval."""
     low, high = system[f"{metric} interval"]
     return f"{percent(system[metric])} [{percent(low)}, {percent(high)}]"
 
 
-def _comparison_table(test: Mapping[str, Any]) -> _Table:
+def _comparison_table(test: Json) -> _Table:
     rows = []
     for comparison in test["comparisons"]:
         low = _points(comparison["low"])
@@ -105,7 +103,7 @@ def _comparison_table(test: Mapping[str, Any]) -> _Table:
             comparison["metric"],
             _points(comparison["difference"]),
             f"[{low}, {high}]",
-            _p_value(comparison),
+            _p_value(comparison["p_value"]),
         ]
         rows.append(cells)
     columns = ["bundle minus", "metric", "points", "95 % interval", "p"]
@@ -113,19 +111,23 @@ def _comparison_table(test: Mapping[str, Any]) -> _Table:
     return _Table("By how much", columns, rows, note)
 
 
-def _parts_table(result: Result) -> _Table:
+def _parts_table(result: Json) -> _Table:
     choice = result["choice"]
     rows = []
-    for part in choice["tests"]:
-        weight = f"{part['weight']:g}"
-        metrics_without = _percents(part["without"])
-        rows.append([part["part"], weight, *metrics_without, _p_value(part)])
-    without = [f"{metric} without" for metric in METRICS]
-    columns = ["part", "weight", *without, "p"]
-    metrics = " / ".join(_percents(choice["metrics"]))
+    for test in choice["tests"]:
+        cells = [
+            test["part"],
+            f"{test['weight']:g}",
+            *_percents(test["without"]),
+            _p_value(test["p_value"]),
+        ]
+        rows.append(cells)
+    headings = [f"{metric} without" for metric in METRICS]
+    columns = ["part", "weight", *headings, "p"]
+    metrics_of_all = " / ".join(_percents(choice["metrics"]))
     refitted = ", ".join(result["bundle"]["refitted"]) or "none"
     note = (
-        f"With all parts that have a weight: {metrics} on {choice['queries']:,} held-out queries. p:"
+        f"With all parts that have a weight: {metrics_of_all} on {choice['queries']:,} held-out queries. p:"
         f" paired test of the answers with and without the part. Trained once more on all queries: {refitted}."
     )
     return _Table("Parts of the bundle", columns, rows, note)
@@ -135,7 +137,7 @@ def _percents(metrics: Mapping[str, float]) -> list[str]:
     return [percent(metrics[metric]) for metric in METRICS]
 
 
-def _trials_table(result: Result) -> _Table:
+def _trials_table(result: Json) -> _Table:
     rows = []
     for trial in sorted(result["trials"], key=_score, reverse=True):
         epochs_done = 0
@@ -160,38 +162,36 @@ def _trials_table(result: Result) -> _Table:
     return _Table("What was tried", columns, rows, note)
 
 
-def _score(trial: Mapping[str, Any]) -> float:
+def _score(trial: Json) -> float:
+    """The score to sort by. Trials without a validation come last."""
     return trial["score"] or 0.0
 
 
-def _state(trial: Mapping[str, Any]) -> str:
+def _state(trial: Json) -> str:
     """How a trial ended, and why, in words."""
-    state: str = trial["state"]
-    message = trial["message"]
-    if state == "unfinished":
+    if trial["state"] == "unfinished":
         return "out of time"
-    if not message:
-        return state
-    return f"{state}: {message}"
+    if trial["message"]:
+        return f"{trial['state']}: {trial['message']}"
+    return str(trial["state"])
 
 
-def _more_time_table(result: Result) -> _Table:
+def _more_time_table(result: Json) -> _Table:
     unfinished = [trial for trial in result["trials"] if trial["state"] == "unfinished"]
+    left_out = result["left_out"]
     rows = [_candidate_cells(trial, "was not done in time") for trial in unfinished]
-    for candidate in result["left_out"]:
-        reason = candidate["reason"]
-        rows.append(_candidate_cells(candidate, reason))
+    rows += [_candidate_cells(candidate, candidate["reason"]) for candidate in left_out]
     columns = ["method", "preset", "encoder", "why not"]
-    note = "The same command with a larger --budget goes on with these."
+    note = "The same command with a larger --budget continues with these."
     return _Table("With more time", columns, rows, note)
 
 
-def _candidate_cells(candidate: Mapping[str, Any], reason: str) -> list[str]:
+def _candidate_cells(candidate: Json, reason: str) -> list[str]:
     return [candidate["method"], candidate["preset"], candidate["encoder"], reason]
 
 
-def _p_value(comparison: Mapping[str, Any]) -> str:
-    return f"{comparison['p_value']:.4f}"
+def _p_value(value: float) -> str:
+    return f"{value:.4f}"
 
 
 def _points(difference: float) -> str:

@@ -321,6 +321,15 @@ def test_vespa_puts(bundle: Path, tmp_path: Path) -> None:
     assert schema.count("{") == schema.count("}")
 
 
+def test_attributes_that_milvus_does_not_take_are_refused(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vector_systems, "MAX_JSON", 10)
+    with pytest.raises(BundleError, match="attributes of a label have more than 10 bytes"):
+        export_vectors(bundle, tmp_path / "out", "milvus")
+    assert not (tmp_path / "out").exists()
+
+
 def test_milvus_takes_no_longer_strings(bundle: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
