@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bundles import TEXTS, WORDS, write_bundle_of
-from damage import BYTES
+from file_changes import BYTES
 from served import ADMIN, TOKEN
 from serving_process import MODEL, Server
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from corpora import planted_corpus
-from damage import BYTES
+from file_changes import BYTES
 from safetensors.numpy import load_file
 from training_attempt import Injection, Outcome, attempt
 
