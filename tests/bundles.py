@@ -16,6 +16,7 @@ from xmcray.nn.label_side import LabelSide
 from xmcray.nn.prototypes import PrototypeNetwork
 from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
+from xmcray.retrieval.labels import NewLabel
 from xmcray.retrieval.parts import MemberConfig, PartsConfig
 from xmcray.retrieval.shards import ShardBuild
 from xmcray.retrieval.votes import MemoryConfig
@@ -29,6 +30,11 @@ TEXTS: list[str] = []
 for i, first_word in enumerate(WORDS):
     for j, second_word in enumerate(WORDS[:i]):
         TEXTS += [f"{first_word} {second_word} {third_word}" for third_word in WORDS[:j]]
+# Labels that join. Each repeats a word twice and the seventh word after it four times.
+NEW = [
+    NewLabel(f"new{number}", f"{one} {one} {other} {other} {other} {other}")
+    for number, (one, other) in enumerate(zip(WORDS, WORDS[7:], strict=False))
+]
 DIM = 16
 IVF = IndexSpec(factory="IVF8,Flat", nprobe=2, candidates=1)
 HNSW = IndexSpec(factory="HNSW8", candidates=1)
