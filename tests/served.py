@@ -24,6 +24,8 @@ from xmcray.serving.source import SnapshotSource
 
 TOKEN = "token" * 4
 ADMIN = "admin" * 4
+# Texts of searches.
+ASKED = ["matrix vector norm", "", "sort sort join", "w3x1 w4x2"]
 
 
 class Call:

@@ -28,6 +28,12 @@ def other(bundle: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def bundles(bundle: Path) -> dict[str, Path]:
+    """Bundles by kind; modules that need further kinds have a fixture of their own."""
+    return {"texts": bundle}
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
