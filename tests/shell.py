@@ -1,9 +1,10 @@
-"""The command line in this process."""
+"""The command line in this process, and what a command leaves in a folder."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ SMALL_SETTINGS = (
     "--set encoder.dim=16 --set optim.batch_size=32 --set negatives.hard=3"
     " --set negatives.uniform=10 --set cluster.threads_per_process=1"
 )
+SMALL = "--workers 0 --set optim.epochs=2 " + SMALL_SETTINGS
 
 
 def set_options(settings: Iterable[str]) -> str:
@@ -48,3 +50,9 @@ class Shell:
         assert err.count("\n") == 1
         assert "Traceback" not in err
         return err.removeprefix("error: ").rstrip("\n")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }

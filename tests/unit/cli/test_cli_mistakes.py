@@ -1,222 +1,22 @@
-"""The command line in one process: what it writes and prints, and the one line a mistake gets."""
+"""The one line that a mistake gets, after which everything is as it was."""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
 import os
 import re
 import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from corpora import planted_corpus
 from scipy import sparse
-from shell import SMALL_SETTINGS, Shell, run_command
+from shell import SMALL, Shell, contents
 
-import xmcray
-from xmcray import api, cli
-from xmcray.cli.arguments import merged_settings
-from xmcray.data.corpus import Corpus
-from xmcray.methods.registry import method_names
 from xmcray.storage.work_folder import locked
 from xmcray.training import outcome
-from xmcray.training.run import RUN_FOLDER, Run
-
-ROOT = Path(__file__).parents[2]
-SMALL = "--workers 0 --set optim.epochs=2 " + SMALL_SETTINGS
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus, a run of it and the bundle of that run."""
-    folder = tmp_path_factory.mktemp("cli")
-    planted_corpus(folder)
-    assert run_command(f"train astra --data {folder}/corpus --out {folder}/run {SMALL}") == 0
-    return folder
-
-
-@pytest.mark.parametrize(("arguments", "code"), [("--version", 0), ("trian", 2)])
-def test_the_package_runs_as_a_module(arguments: str, code: int) -> None:
-    command = [sys.executable, "-m", "xmcray", arguments]
-    process = subprocess.run(command, capture_output=True, text=True)
-    assert process.returncode == code
-    expected = f"xmcray {xmcray.__version__}" if code == 0 else "error: "
-    assert (process.stdout + process.stderr).startswith(expected)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
-    }
-
-
-def test_a_finished_run_has_everything(folder: Path) -> None:
-    run = folder / "run"
-    assert {"bundle", "metrics.json", "report.html", "result.json", "config.yaml"} <= {
-        p.name for p in run.iterdir()
-    }
-    metrics = json.loads((run / "metrics.json").read_text())
-    assert {
-        "P@1",
-        "PSP@5",
-        "R@100",
-        "macroF1@5(0,10]",
-        "queries",
-        "left_out",
-        "A",
-        "B",
-        "intervals",
-    } <= metrics.keys()
-    page = (run / "report.html").read_text()
-    assert Run.open(run).corpus_sha256 in page
-    assert "Validation precision" in page
-
-
-def test_the_same_command_finds_the_finished_run(folder: Path, shell: Shell) -> None:
-    before = (folder / "run" / "result.json").read_bytes()
-    printed = shell.run(f"train astra --data {folder}/corpus --out {folder}/run {SMALL} --json")
-    assert json.loads(printed) == json.loads((folder / "run" / "metrics.json").read_text())
-    assert (folder / "run" / "result.json").read_bytes() == before
-
-
-def test_refit_trains_on_everything_for_the_best_number_of_epochs(
-    folder: Path, shell: Shell, tmp_path: Path
-) -> None:
-    shell.run(f"train astra --data {folder}/corpus --out {tmp_path}/r {SMALL} --refit")
-    run = Run.open(tmp_path / "r")
-    assert run.config.data.validation == 0
-    assert 1 <= run.config.optim.stop_epoch <= 2
-    assert (
-        "Validation precision" in (tmp_path / "r" / "report.html").read_text()
-    )  # of the run that chose
-    again = f"train astra --data {folder}/corpus --out {tmp_path}/r {SMALL} --refit"
-    assert "is not empty and --resume never" in shell.error(f"{again} --resume never")
-    expected = "was started with --refit, expected the same; give --refit or choose another --out"
-    assert expected in shell.error(again.removesuffix(" --refit"))
-
-    # The weights of a fused bundle are chosen by the run that did not see the held-out queries.
-    data = f"--data {folder}/corpus"
-    out = tmp_path / "fused"
-    choice = json.loads(shell.run(f"fuse {tmp_path}/r {data} --out {out} --json"))
-    assert choice["queries"] == 5
-    refitted = contents(tmp_path / "r" / "bundle")
-    fused = contents(out)
-    assert all(refitted[name] == fused[name] for name in refitted if name.startswith("vectors/"))
-    # So are the probabilities of the refit's own bundle.
-    curves = "calibration/curves.json"
-    assert refitted[curves] == contents(tmp_path / "r" / "selection" / "bundle")[curves]
-    assert refitted[curves] != fused[curves]
-    shell.run(f"calibrate {tmp_path}/r {data} --out {tmp_path}/again")
-    assert contents(tmp_path / "again")[curves] == refitted[curves]
-    error = shell.error(f"fuse {tmp_path}/r/bundle {data} --out {tmp_path}/x")
-    assert "was trained on all training queries" in error
-    assert not (tmp_path / "x").exists()
-
-
-def test_fuse_writes_a_bundle_and_says_what_each_part_is_worth(
-    folder: Path, shell: Shell, tmp_path: Path
-) -> None:
-    data = f"--data {folder}/corpus"
-    out = tmp_path / "fused"
-    printed = shell.run(f"fuse {folder}/run {data} --out {out} --metric P@1")
-    assert "labels alone" in printed
-    assert "without words" in printed
-    answers = json.loads(shell.run(f"search {out} 'w1 w2' --explain --json"))[0]["answers"]
-    parts = answers[0]["parts"]
-    assert sum(parts.values()) == pytest.approx(answers[0]["score"], abs=1e-5)
-    table = shell.run(f"search {out} 'w1 w2' --explain -k 1")
-    assert all(part in table for part in parts)
-    measured = json.loads(shell.run(f"evaluate {out} {data} --json"))
-    assert 0 <= measured["P@1"] <= 1
-    error = shell.error(f"fuse {folder}/run {data} --out {tmp_path}/x --metric P@2")
-    assert "unknown metric 'P@2'" in error
-    assert "is not empty" in shell.error(f"fuse {folder}/run {data} --out {out}")
-
-
-def test_answers_have_probabilities_once_a_bundle_is_calibrated(
-    folder: Path, shell: Shell, tmp_path: Path
-) -> None:
-    data = f"--data {folder}/corpus"
-    bundle = tmp_path / "memory"
-    shell.run(f"memory {folder}/run {data} --out {bundle}")
-    search = f"search {bundle} 'w1 w2' --json"
-    assert "probability" not in json.loads(shell.run(search))[0]["answers"][0]
-    error = shell.error(f"{search} --min-probability 0.5")
-    assert "xmcray calibrate" in error
-    assert "5 held-out queries" in shell.run(f"calibrate {bundle} {data}")
-    answers = json.loads(shell.run(search))[0]["answers"]
-    level = max(answer["probability"] for answer in answers)
-    probable = json.loads(shell.run(f"{search} --min-probability {level}"))[0]["answers"]
-    assert probable == [answer for answer in answers if answer["probability"] >= level]
-    assert "Probabilities, in percent: ECE@1" in shell.run(f"evaluate {bundle} {data}")
-    assert "ECE@5" in json.loads(shell.run(f"evaluate {bundle} {data} --json"))["calibration"]
-
-
-def test_evaluate_measures_run_bundle_and_predictions_alike(
-    folder: Path, shell: Shell, tmp_path: Path
-) -> None:
-    data = f"--data {folder}/corpus"
-    of_run = shell.run(f"evaluate {folder}/run {data} --json --predictions {tmp_path}/p.npz")
-    of_bundle = shell.run(f"evaluate {folder}/run/bundle {data} --json --exact")
-    of_file = shell.run(f"evaluate {tmp_path}/p.npz {data} --json")
-    metrics = json.loads(of_run)
-    assert metrics == json.loads(of_bundle)
-    # A file of predictions has scores alone.
-    del metrics["calibration"]
-    assert metrics == json.loads(of_file)
-    assert sparse.load_npz(tmp_path / "p.npz").shape == (20, 23)
-    table = shell.run(
-        f"evaluate {folder}/run {data} --compare {tmp_path}/p.npz --json {tmp_path}/m.json"
-    )
-    written = json.loads((tmp_path / "m.json").read_text())
-    (comparison,) = written.pop("comparisons")
-    assert written == json.loads(of_run)
-    assert comparison["other"] == f"{tmp_path}/p.npz"
-    assert comparison["metrics"][0]["metric"] == "P@1"
-    assert comparison["metrics"][0]["difference"] == 0
-    assert "Paired comparison" in table
-    assert "p.npz" in table
-    # Stored answers are compared with as they are.
-    again = shell.run(f"evaluate {folder}/run {data} --exact --compare {tmp_path}/p.npz --json")
-    assert json.loads(again)["comparisons"] == [comparison]
-
-
-def test_the_bundle_of_a_run_is_served(folder: Path, tmp_path: Path) -> None:
-    class ReadyError(Exception):
-        pass
-
-    def ready(*_: object) -> None:
-        raise ReadyError
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with pytest.raises(ReadyError):
-        api.serve(folder / "run", {"state_dir": f"{tmp_path}/s"}, port=port, ready=ready)
-
-
-def test_a_known_query_finds_its_label(folder: Path, shell: Shell, tmp_path: Path) -> None:
-    shell.run(f"export {folder}/run --out {tmp_path}/b")
-    assert contents(tmp_path / "b") == contents(folder / "run" / "bundle")
-    answers = json.loads(shell.run(f"search {tmp_path}/b 'w0x0 w0x1' 'w1x2 w1x3' -k 3 --json"))
-    assert [a["query"] for a in answers] == ["w0x0 w0x1", "w1x2 w1x3"]
-    assert answers == json.loads(
-        shell.run(f"search {folder}/run 'w0x0 w0x1' 'w1x2 w1x3' -k 3 --json")
-    )
-    assert all(len(a["answers"]) == 3 for a in answers)
-    assert all(
-        answer["uid"] == f"label{answer['label_id']}" for a in answers for answer in a["answers"]
-    )
-    first = answers[0]["answers"][0]
-    assert first["uid"] in shell.run(f"search {tmp_path}/b 'w0x0 w0x1' -k 1")
+from xmcray.training.run import RUN_FOLDER
 
 
 @pytest.mark.parametrize(
@@ -254,13 +54,6 @@ def test_one_line_and_nothing_written(
     monkeypatch.chdir(tmp_path)
     assert message in shell.error(command)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_set_is_stronger_than_a_dotted_name_in_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "settings.yaml"
-    file.write_text("optim: {lr: 0.1}\noptim.epochs: 5\n")
-    options = argparse.Namespace(config=[str(file)], set=["optim.epochs=3"])
-    assert merged_settings(options) == {"optim": {"lr": 0.1, "epochs": 3}}
 
 
 @pytest.mark.parametrize(
@@ -546,30 +339,6 @@ def test_a_hub_id_without_network(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_evaluate_compares_with_several_runs_and_measures_slices(
-    folder: Path, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queries = Corpus.open(folder / "corpus").split("test")
-    uids = queries.uids(np.arange(len(queries)))
-    lines = [{"uid": uid, "attributes": {"part": i % 2}} for i, uid in enumerate(uids)]
-    slices = tmp_path / "slices.jsonl"
-    slices.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    bundle = folder / "run" / "bundle"
-    data = f"--data {folder}/corpus"
-    printed = shell.run(f"evaluate {bundle} {data} --slices {slices} --compare {bundle} {bundle}")
-    assert printed.count("p (sign flip, Holm for 2)") == 2
-    assert "Slices of the queries" in printed
-    measured = json.loads(shell.run(f"evaluate {bundle} {data} --slices {slices} --json"))
-    assert [row["value"] for row in measured["slices"]] == [0, 1]
-    monkeypatch.setattr(outcome, "measure_bundle", lambda *_, **__: pytest.fail("it measured"))
-    slices.write_text('{"attributes": {}}\n')
-    mistake = shell.error(f"evaluate {bundle} {data} --slices {slices}")
-    assert mistake == f"{slices}:1: no uid, expected that of a query"
-    slices.write_text('{"uid": "of another split", "attributes": {"part": 1}}\n')
-    mistake = shell.error(f"evaluate {bundle} {data} --slices {slices}")
-    assert mistake == "none of 20 queries has an attribute, expected uids of this split"
-
-
 def test_predictions_of_other_queries(folder: Path, shell: Shell, tmp_path: Path) -> None:
     sparse.save_npz(tmp_path / "p.npz", sparse.csr_matrix(np.eye(3)))
     data = f"--data {folder}/corpus"
@@ -597,93 +366,3 @@ def test_evaluate_refuses_a_file_it_cannot_write_before_it_measures(
             f"{evaluate} {option} {tmp_path}"
         )
     assert contents(tmp_path) == {"file": b"mine"}
-
-
-def test_an_interrupt_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    verb = dataclasses.replace(cli.VERBS["search"], run=interrupted)
-    monkeypatch.setitem(cli.VERBS, "search", verb)
-    assert run_command("search B x") == 130
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_every_verb_has_help_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    for verb in cli.VERBS:
-        with pytest.raises(SystemExit) as exit_:
-            run_command(f"{verb} --help")
-        assert exit_.value.code == 0
-        assert f"example:\n  xmcray {verb} " in capsys.readouterr().out
-
-
-def test_help_and_mistakes_do_not_load_torch_or_ray() -> None:
-    code = (
-        "import sys; from xmcray import cli\n"
-        "assert cli.main(['train', 'astra', '--out', 'R']) == cli.main(['trian']) == 2\n"
-        "try: cli.main(['--help'])\nexcept SystemExit: pass\n"
-        "assert not {'torch', 'ray', 'numpy'} & sys.modules.keys()\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "prepare",
-        "evaluate",
-        "export",
-        "predict",
-        "continual",
-        "train",
-        *(f"train_{m}" for m in method_names()),
-    ],
-)
-def test_a_job_is_its_verb(name: str, tmp_path: Path) -> None:
-    script = ROOT / "jobs" / f"{name}.py"
-    result = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 2
-    verb = name.partition("_")[0]
-    assert result.stderr.startswith("error: the following arguments are required: ")
-    assert result.stderr.endswith(f"see xmcray {verb} --help\n")
-
-
-def test_a_job_uploads_the_code_and_nothing_else() -> None:
-    excludes = yaml.safe_load((ROOT / "jobs" / "runtime_env.yaml").read_text())["excludes"]
-    assert {"/.git/", "/.venv/", "/data/", "/runs/"} <= set(excludes)
-    # What the commands of the documents write next to the code: folders, tokens, raw data.
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        text = page.read_text(encoding="utf-8")
-        for folder in re.findall(r"--out ([a-z][a-z-]*)", text):
-            assert f"/{folder}/" in excludes, page
-        for token in re.findall(r"(?:\$PWD/|token-file |> )([a-z-]*token)\b", text):
-            assert f"/{token}" in excludes, page
-    assert {"/RAW/", "/state/", "/token", "/admin-token"} <= set(excludes)
-    assert all(
-        pattern.startswith("/") for pattern in excludes
-    )  # "data" would leave out xmcray/data
-    assert not any(
-        pattern.strip("/").split("/")[0] in ("xmcray", "jobs", "serve", "tune")
-        for pattern in excludes
-    )
-
-
-def test_an_interrupted_command_ends_without_taking_its_libraries_down() -> None:
-    """An interrupted start of Ray leaves threads that can crash the interpreter at its end."""
-    program = """
-import atexit, sys
-from xmcray import cli
-def interrupted(options):
-    print("printed")
-    raise KeyboardInterrupt
-cli.VERBS["labels"] = cli.Verb(interrupted, lambda _: None, "waits", "xmcray labels")
-atexit.register(print, "taken down")
-cli.command(["labels"])
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (130, "printed\n")
-    assert done.stderr.startswith("interrupted; the same command starts it again")
