@@ -4,7 +4,7 @@
     python benchmarks/tune_methods.py --pairs astra:msdocs-seealso,rae:*     # some pairs
     python benchmarks/tune_methods.py --trials 24 --trial-cpu-s 600          # the budget of each pair
     python benchmarks/tune_methods.py --minutes 120                          # starts no pair after two hours
-    python benchmarks/tune_methods.py --pairs rae:cdnjs-keywords --like dexml   # one more first trial
+    python benchmarks/tune_methods.py --pairs rae:cdnjs-keywords --like dexml   # another sweep, one more first trial
     python benchmarks/tune_methods.py --trials 2 --trial-cpu-s 20 --pairs astra:sample --dry-run
 
 A pair is a method and a set. Each is a sweep by `xmcray tune` over tune/spaces/METHOD.yaml. The first trials have the
@@ -69,7 +69,7 @@ def main() -> None:
         corpus = data_sets.corpus(name)
         if corpus is None:
             continue
-        folder = folder_of(method, name, arguments.trial_cpu_s)
+        folder = folder_of(method, name, arguments.trial_cpu_s, arguments.like)
         with claimed(folder) as is_free:
             if not is_free:
                 print(f"{method} on {name}: another process works on it")
@@ -130,9 +130,10 @@ def space_of(method: str) -> Path:
     return data_sets.ROOT / "tune" / "spaces" / f"{method}.yaml"
 
 
-def folder_of(method: str, name: str, trial_cpu_s: float) -> Path:
-    """Where a pair is tuned. Another space or limit of time is another sweep."""
-    definition = f"{space_of(method).read_text(encoding='utf-8')}{trial_cpu_s:g}"
+def folder_of(method: str, name: str, trial_cpu_s: float, like: Sequence[str]) -> Path:
+    """Where a pair is tuned. Another space, limit of time or --like is another sweep."""
+    space = space_of(method).read_text(encoding="utf-8")
+    definition = f"{space}{trial_cpu_s:g}{''.join(like)}"
     key = hashlib.sha256(definition.encode()).hexdigest()[:8]
     return data_sets.CACHE / "tuning" / name / f"{method}-{key}"
 

@@ -3,7 +3,8 @@
     XmcrayError            exit code 2: one line that says what was found, what was expected, what to do
     |-- ConfigError        a setting, an option or a preset
     |-- DataError          raw files or a corpus
-    |-- RunError           a run directory: in use, not empty, of another corpus, no checkpoint
+    |-- RunError           a run directory: in use, not empty, of another corpus, no checkpoint; or a
+    |                      run whose processes were lost
     |-- StorageError       the disk or object store: full, unreadable, altered since it was written
     |-- ResourceError      the machine or the cluster lacks a requested resource
     |-- OutOfMemoryError   the machine or its accelerator has too little memory
@@ -43,7 +44,9 @@ class DataError(XmcrayError):
 
 
 class RunError(XmcrayError):
-    """A run directory is in use, belongs to other data or settings, or has no checkpoint."""
+    """A run directory is in use, belongs to other data or settings, or has no checkpoint; or the
+    processes of a run were lost.
+    """
 
 
 class StorageError(XmcrayError):

@@ -118,7 +118,7 @@ def tune(
         method=method,
         corpus="",
         corpus_sha256="",
-        settings=settings.to_dict(),
+        settings=RunConfig.as_set(method, values).to_dict(),
         space=space_file,
         search=search,
         scheduler=scheduler,
@@ -156,7 +156,7 @@ def _checked(
 
     space = parse_space(definition.searched, space_name)
     check_space(space, definition.resolve, space_name)
-    first_values = _first_values(definition.method, first, space, settings)
+    first_values = _first_values(definition.method, first, space, definition.settings)
     for values in first_values:
         definition.resolve(values)
     definition = dataclasses.replace(definition, first=first_values)
@@ -241,25 +241,31 @@ def _left_out(out: Location, space: Space, space_name: str) -> Mapping[str, Any]
     from xmcray.tuning.sweep import Sweep
 
     folder = Path(out)
-    if (folder / "sweep.json").is_file():
-        return Sweep.open(folder).config.left_out
-    return _missing_models(space, space_name)
+    if not (folder / "sweep.json").is_file():
+        return _missing_models(space, space_name)
+    left_out = Sweep.open(folder).config.left_out
+    # Another space is refused later. It may lack a setting, or have fewer choices of it.
+    return {
+        name: models
+        for name, models in left_out.items()
+        if name in space and set(space[name].values_to_check()) > set(models)
+    }
 
 
 def _first_values(
     method: str,
     sources: Sequence[Location],
     space: Space,
-    settings: RunConfig,
+    settings: Mapping[str, Any],
 ) -> tuple[Values, ...]:
-    """The values of the first trials, from configurations; equal ones once."""
+    """The values of the first trials, from configurations over the sweep's settings; equal ones once."""
     from xmcray.training.run import RunConfig
     from xmcray.tuning.space import nearest_values
 
     first: list[Values] = []
     for source in sources:
         name = os.fspath(source)
-        values = configs.overlay(settings.to_dict(), configs.load_yaml(name))
+        values = configs.overlay(settings, configs.load_yaml(name))
         whole = RunConfig.resolve(method, values)
         nearest = nearest_values(space, whole.to_dict(), name)
         if nearest not in first:
@@ -290,7 +296,7 @@ def _run(
 
         def on_end(trial: Trial) -> None:
             if progress:
-                line = _progress_line(trial, definition.metric, sweep.trials(), num_trials)
+                line = _progress_line(trial, definition.metric, sweep.ranked(), num_trials)
                 _say(line)
 
         run_sweep(sweep, num_trials, keep, settings.cluster, on_end)
@@ -304,13 +310,20 @@ def _run(
     return sweep
 
 
-def _progress_line(trial: Trial, metric: str, trials: Sequence[Trial], num_trials: int) -> str:
-    """The line that is printed when a trial ends."""
-    num_ended = sum(other.state != "unfinished" for other in trials)
+def _progress_line(trial: Trial, metric: str, ranked: Sequence[Trial], num_trials: int) -> str:
+    """The line that is printed when a trial ends.
+
+    Args:
+        trial: the trial.
+        metric: by which trials are compared.
+        ranked: all trials that have begun, the best first.
+        num_trials: trials of the whole sweep.
+    """
+    num_ended = sum(other.state != "unfinished" for other in ranked)
     result = trial.message
     if trial.score is not None:
-        best = max(other.score for other in trials if other.score is not None)
-        result = f"{metric} {trial.score_text} (best {100 * best:.2f})"
+        best = next(other for other in ranked if other.score is not None)
+        result = f"{metric} {trial.score_text} (best {best.score_text})"
     return (
         f"trial {trial.name} {trial.state} at step {trial.steps:,}: {result};"
         f" {num_ended} of {num_trials} have ended"

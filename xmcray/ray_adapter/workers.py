@@ -12,7 +12,7 @@ from typing import Any
 import ray.train
 import ray.train.torch
 
-from xmcray.errors import ResourceError, XmcrayError
+from xmcray.errors import RunError, XmcrayError
 from xmcray.ray_adapter import private
 from xmcray.ray_adapter.actors import kill_actors
 from xmcray.ray_adapter.rendezvous import torch_config
@@ -87,7 +87,7 @@ def run_workers(
 
     Raises:
         XmcrayError: `after_turn` has raised it, or a worker, again after each restart.
-        ResourceError: workers were lost, and all restarts are used up.
+        RunError: workers were lost, and all restarts are used up.
         KeyboardInterrupt: the workers have been ended.
     """
     callback = private.controller_callback(after_turn, on_restart)
@@ -114,7 +114,7 @@ def run_workers(
         lost = [failure.text(group.stall_s) for failure in failures.values() if failure.is_lost]
         if not lost:
             raise
-        raise ResourceError(
+        raise RunError(
             f"{'; '.join(lost)}; the workers were started again {group.max_failures} times, which is"
             " cluster.max_failures: look for full memory or a frozen machine, and the same command"
             " continues from the newest checkpoint"

@@ -208,6 +208,27 @@ class RunConfig:
             ConfigError: unknown method or key, or a value out of range.
         """
         entry = method_entry(method_name)
+        config = cls.as_set(method_name, values, overrides)
+        if not entry.uses_hard(config.method):
+            # No index is built for what no loss takes.
+            negatives = dataclasses.replace(config.negatives, hard=0)
+            config = dataclasses.replace(config, negatives=negatives)
+        config._check_encoder(entry)
+        if not is_stored:
+            check_range("optim.stop_epoch", config.optim.stop_epoch, 0, config.optim.epochs)
+            if entry.needs_negatives(config.method):
+                config.refuse_positives_alone()
+        return config
+
+    @classmethod
+    def as_set(
+        cls, method_name: str, values: Mapping[str, Any], overrides: Sequence[str] = ()
+    ) -> RunConfig:
+        """`resolve` without its checks of several settings, and with hard negatives that are unused.
+
+        They are for the trials of a sweep whose own settings use them.
+        """
+        entry = method_entry(method_name)
         merged = configs.merge(configs.overlay(entry.defaults, values), overrides)
         written_for = merged.pop("method_name", method_name)
         if written_for != method_name:
@@ -231,17 +252,7 @@ class RunConfig:
                 merged.setdefault(section, {})
             elif section in merged:
                 raise ConfigError(f"{method_name} has no settings {section}.*; leave them out")
-        config = configs.build(cls, merged)
-        if not entry.uses_hard(config.method):
-            # No index is built for what no loss takes.
-            negatives = dataclasses.replace(config.negatives, hard=0)
-            config = dataclasses.replace(config, negatives=negatives)
-        config._check_encoder(entry)
-        if not is_stored:
-            check_range("optim.stop_epoch", config.optim.stop_epoch, 0, config.optim.epochs)
-            if entry.needs_negatives(config.method):
-                config.refuse_positives_alone()
-        return config
+        return configs.build(cls, merged)
 
     def _check_encoder(self, entry: MethodEntry) -> None:
         """Raises ConfigError for settings of the encoder that the method has no use for."""

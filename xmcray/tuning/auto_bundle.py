@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from xmcray.errors import RunError
+from xmcray.errors import RunError, XmcrayError
 from xmcray.retrieval.parts import MEMBER_PARTS
 from xmcray.storage.whole_files import exchange, publish, write_json
 from xmcray.training.fuse import fuse
 from xmcray.training.part_weights import Choice
 from xmcray.training.run import SELECTION
-from xmcray.tuning.auto_search import Say
+from xmcray.tuning.auto_search import FATAL, Say
 from xmcray.tuning.lanes import Lanes
 from xmcray.tuning.pacing import Limits, Pacer
 from xmcray.tuning.study import Attempt, Budget, Study, is_finished, minutes
@@ -74,6 +74,13 @@ class BundleMaker:
         # Not by score: what label vectors reach alone says little about what they add to others.
         best = self.study.best_of_methods()[:limit]
         if not best:
+            trials = [attempt.trial for attempt in self.study.attempts()]
+            if trials and all(trial.state == "failed" for trial in trials):
+                # More time would not help: a failed trial is not repeated.
+                raise RunError(
+                    f"all {len(trials)} trainings failed, the first because {trials[0].message};"
+                    " start again with another --out"
+                )
             raise RunError(
                 f"no training was finished within {minutes(self.budget.search_s)}, the time of the"
                 " search; the same command with a larger --budget continues"
@@ -169,7 +176,14 @@ class BundleMaker:
             selection.symlink_to(os.path.relpath(attempt.run_path, path))
         config = attempt.config
         pacer = Pacer(clock, name, config.optim.num_epochs, Limits(end_s))
-        self.lanes.train(self.study.corpus.origin, path, config, refit=True, watch=pacer.watch)
+        try:
+            self.lanes.train(self.study.corpus.origin, path, config, refit=True, watch=pacer.watch)
+        except FATAL:
+            raise
+        except XmcrayError as error:
+            # The bundle has the trial instead.
+            self.say(f"{name} failed ({error})")
+            return
         state = "finished" if is_finished(path) else "out of time"
         self.say(f"{name} {state}, {minutes(clock.seconds_of(name))}")
 

@@ -17,6 +17,7 @@ from xmcray.errors import ResourceError, StorageError, XmcrayError
 from xmcray.tuning.lanes import Lanes
 from xmcray.tuning.pacing import Limits, Pacer, score_at_rung
 from xmcray.tuning.portfolio import Candidate
+from xmcray.tuning.space import problem_with
 from xmcray.tuning.study import SHORTER, Attempt, Budget, Study, is_finished, minutes
 from xmcray.tuning.sweep import State, Sweep
 
@@ -25,7 +26,7 @@ GRACE_SHARE = 0.1
 # Share of the time left for the search that the first trial of a method may take.
 TRIAL_SHARE = 0.75
 # Errors that every other trial would meet too.
-_FATAL = (ResourceError, StorageError)
+FATAL = (ResourceError, StorageError)
 Say = Callable[[str], None]
 
 
@@ -134,7 +135,7 @@ class CandidateSearch:
                 refit=False,
                 watch=pacer.watch,
             )
-        except _FATAL:
+        except FATAL:
             raise
         except XmcrayError as error:
             failure = str(error)
@@ -164,12 +165,16 @@ class CandidateSearch:
         return any(other.trial.state == "finished" for other in others)
 
     def _rival_score(self, attempt: Attempt) -> float:
-        """Score of the best other trial of its method after a third of its epochs."""
+        """Score of the best earlier trial of its method after a third of its epochs.
+
+        A repetition with fewer epochs is not compared with the trial that it repeats.
+        """
+        place = attempt.trial.number % SHORTER
         best = -math.inf
         with self._lock:
             for other in self.study.attempts(attempt.candidate.method):
-                is_rival = other.trial.state in ("finished", "unfinished")
-                if is_rival and other.name != attempt.name:
+                is_earlier = other.trial.number % SHORTER < place
+                if is_earlier and other.trial.state in ("finished", "unfinished"):
                     epochs = other.config.optim.num_epochs
                     best = max(best, score_at_rung(other.trial, epochs))
         return best
@@ -214,7 +219,9 @@ class CandidateSearch:
             "optim.stop_epoch": 0,
             "optim.warmup_steps": optim.warmup_steps * epochs // optim.epochs,
         }
-        attempt.sweep.draw(number, values)
+        # So few epochs may leave none for hard negatives, which some settings need.
+        if problem_with(values, attempt.sweep.config.resolve) is None:
+            attempt.sweep.draw(number, values)
 
     def _report(self, method: str, number: int) -> None:
         attempt = self.study.attempt(method, number)

@@ -12,6 +12,9 @@ from xmcray.errors import ConfigError, ResourceError
 from xmcray.tuning.space import Check, Choice, Distribution, Space, Values, problem_with
 
 MAX_ATTEMPTS = 100  # infeasible samples in a row after which a space counts as infeasible
+# What Optuna is told of a trial without a score, because it learns nothing from one that failed. No
+# metric is lower.
+_WORST_SCORE = 0.0
 
 
 class Proposals(abc.ABC):
@@ -128,20 +131,15 @@ class OptunaProposals(Proposals):
         if trial is None:
             self._add(values, score)
         else:
-            self._study.tell(trial, score, state=self._state(score))
+            self._study.tell(trial, _WORST_SCORE if score is None else score)
 
     def _add(self, values: Values, score: float | None) -> None:
         trial = self._optuna.trial.create_trial(
             params={name: self._encoded(name, value) for name, value in values.items()},
             distributions=self._distributions,
-            value=score,
-            state=self._state(score),
+            value=_WORST_SCORE if score is None else score,
         )
         self._study.add_trial(trial)
-
-    def _state(self, score: float | None) -> Any:
-        states = self._optuna.trial.TrialState
-        return states.FAIL if score is None else states.COMPLETE
 
     def _translated(self, distribution: Distribution) -> Any:
         """A distribution as Optuna describes it."""

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +44,7 @@ from xmcray.tuning.trial import (
 REDUCTION = 3
 # Memory that is reserved for an actor that trains with workers.
 _WAITING_ACTOR_BYTES = 256 << 20
+_UNLIMITED = 1 << 16  # trials whose index actors reserve nothing
 # Errors that every other trial would meet too.
 _FATAL = (ResourceError, StorageError)
 _ENVIRONMENT = {
@@ -178,14 +179,33 @@ def share(cluster: ClusterConfig, nodes: list[dict[str, Any]]) -> Share:
         # The training reserves CPUs and GPUs for its workers itself, and the actor only waits. But
         # Tune has to reserve something.
         actor_needs = {"memory": _WAITING_ACTOR_BYTES}
-    return Share(actor_needs, settings, slots=num_places // num_processes)
+    slots = num_places // num_processes
+    if cluster.workers:
+        slots = min(slots, _trials_with_index_actors(cluster, node_resources, needs_gpu))
+    return Share(actor_needs, settings, slots)
 
 
 def _processes_on(resources: Mapping[str, float], process_needs: Mapping[str, float]) -> int:
     """How many processes fit on a node."""
-    fits = [resources.get(name, 0) // amount for name, amount in process_needs.items()]
+    # A little is added because 1 // 0.1 is 9.
+    fits = [resources.get(name, 0) / amount + 1e-9 for name, amount in process_needs.items()]
     # The scarcest resource limits the node.
     return int(min(fits))
+
+
+def _trials_with_index_actors(
+    cluster: ClusterConfig, node_resources: Sequence[Mapping[str, float]], needs_gpu: bool
+) -> int:
+    """How many trials with workers have room for an index actor of each worker, as `place` puts it."""
+    if not cluster.index_may_use_gpu:
+        return _UNLIMITED
+    units = sum(resources.get(cluster.index_resource, 0) for resources in node_resources)
+    if units:
+        return max(1, int(units) // cluster.workers)
+    gpus = sum(resources.get("GPU", 0) for resources in node_resources)
+    if needs_gpu and gpus >= 2 * cluster.workers:
+        return int(gpus) // (2 * cluster.workers)
+    return _UNLIMITED
 
 
 def _amounts(names: Mapping[str, float], resources: Mapping[str, float]) -> str:

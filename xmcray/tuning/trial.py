@@ -52,7 +52,8 @@ def run_trial(task: Mapping[str, Any]) -> None:
             reporter.hear(record)
         reporter.start_training()
         config = sweep.config.resolve(sweep.trial(number).values, task["cluster"])
-        train(sweep.config.corpus, path, config, watch=reporter.watch)
+        # If all checkpoints of the trial are damaged, it begins anew.
+        train(sweep.config.corpus, path, config, restart=True, watch=reporter.watch)
     except XmcrayError as error:
         mistake = [type(error).__name__, str(error)]
         tune.report({TIME: 0, SCORE: float("nan"), MISTAKE: mistake})

@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from corpora import planted_corpus
 from shell import Shell
 
 from xmcray.data.corpus import Corpus
-from xmcray.errors import RunError
+from xmcray.errors import OutOfMemoryError, RunError
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training import part_weights
 from xmcray.training.launch import train
@@ -24,6 +25,7 @@ from xmcray.training.run import RunConfig
 from xmcray.tuning import auto_bundle, lanes, portfolio, study
 from xmcray.tuning.auto import auto
 from xmcray.tuning.auto_results import BASELINE
+from xmcray.tuning.auto_search import CandidateSearch
 from xmcray.tuning.lanes import Lanes, Watch
 from xmcray.tuning.pacing import Limits, Pacer, score_at_rung
 from xmcray.tuning.portfolio import Candidate
@@ -312,6 +314,78 @@ def test_a_training_with_fewer_epochs_stops_after_its_last_one(
     with pytest.raises(RunError, match="no training was finished"):
         run_auto(corpus, tmp_path / "study", **{"optim.stop_epoch": 3})
     assert trained == [(4, 3), (2, 2), (1, 1)]
+
+
+def test_fewer_epochs_that_the_settings_do_not_accept_are_not_tried(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_slow(
+        _: Lanes, __: str, ___: Path, config: RunConfig, refit: bool, watch: Watch
+    ) -> None:
+        epochs.append(config.optim.epochs)
+        pacer = watch.__self__  # type: ignore[attr-defined]
+        pacer.reason = "too slow"
+        pacer.epoch_s = 108.0
+
+    epochs: list[int] = []
+    # Hard negatives from the fourth epoch on, and no others: two epochs would have positives alone.
+    values = {"negatives.uniform": 0, "negatives.start_epoch": 3}
+    monkeypatch.setattr(Lanes, "train", too_slow)
+    monkeypatch.setattr(
+        study, "candidates", lambda *_: [Candidate("astra", "sample", "static", values)]
+    )
+    with pytest.raises(RunError, match="no training was finished"):
+        run_auto(corpus, tmp_path / "study", **{"negatives.hard": 10})
+    assert epochs == [4]
+
+
+def test_a_failed_refit_leaves_the_trial_in_the_bundle(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_lane: None
+) -> None:
+    trained = recorded([])
+
+    def failing(
+        lanes: Lanes, data: str, out: Path, config: RunConfig, refit: bool, watch: Watch
+    ) -> None:
+        if refit:
+            raise OutOfMemoryError("too large")
+        trained(lanes, data, out, config, refit, watch)
+
+    monkeypatch.setattr(Lanes, "train", failing)
+    said: list[str] = []
+    result = auto(corpus, tmp_path / "study", 600, ["astra", "dexml"], SMALL, said.append)
+    for member in result["bundle"]["members"]:
+        assert f"{member} refit failed (too large)" in said
+    assert result["bundle"]["refitted"] == []
+
+
+def test_trainings_that_all_fail_end_the_study_with_the_first_reason(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_lane: None
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise OutOfMemoryError("too large")
+
+    monkeypatch.setattr(Lanes, "train", failing)
+    with pytest.raises(RunError, match="all 3 trainings failed, the first because too large;"):
+        run_auto(corpus, tmp_path / "study")
+
+
+def test_a_training_is_compared_with_earlier_ones_alone() -> None:
+    def attempt(number: int, score: float) -> SimpleNamespace:
+        trial = Trial(number, {}, "unfinished", curve=(Validation(2, score),))
+        config = SimpleNamespace(optim=SimpleNamespace(num_epochs=6))
+        candidate = SimpleNamespace(method="astra")
+        return SimpleNamespace(trial=trial, config=config, candidate=candidate)
+
+    # The repetition of the second one, with fewer epochs, has no score yet.
+    earlier, second, later = attempt(0, 0.3), attempt(1, 0.5), attempt(2, 0.9)
+    repetition = attempt(1 + study.SHORTER, 0.0)
+    attempts = [earlier, second, later, repetition]
+    fake_study: Any = SimpleNamespace(attempts=lambda method: attempts)
+    nothing: Any = None
+    search = CandidateSearch(fake_study, nothing, nothing, nothing)
+    scores = [search._rival_score(each) for each in (earlier, second, later, repetition)]
+    assert scores == [-math.inf, 0.3, 0.5, 0.3]
 
 
 def test_presets_of_about_the_size_come_first(monkeypatch: pytest.MonkeyPatch) -> None:

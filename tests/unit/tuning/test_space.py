@@ -220,6 +220,19 @@ def test_dotted_names_become_sections() -> None:
     assert nested({"a.b.c": 1, "a.d": 2, "e": 3}) == {"a": {"b": {"c": 1}, "d": 2}, "e": 3}
 
 
+def test_optuna_avoids_what_failed() -> None:
+    pytest.importorskip("optuna")
+    space = parse_space({"x": {"uniform": [0, 1]}}, "here")
+    proposals = OptunaProposals(space, 0, lambda _: None, [])
+    tried = []
+    for number in range(40):
+        values = proposals.propose(number)
+        tried.append(float(values["x"]))
+        # The larger the better, but all above 0.4 fail.
+        proposals.learn(number, values, tried[-1] if tried[-1] <= 0.4 else None)
+    assert np.mean([x > 0.4 for x in tried[-20:]]) < 0.7
+
+
 def test_optuna_learns_and_goes_on_where_another_was() -> None:
     pytest.importorskip("optuna")
     space = parse_space(
@@ -227,7 +240,7 @@ def test_optuna_learns_and_goes_on_where_another_was() -> None:
     )
 
     def reached(values: dict[str, object]) -> float:
-        return -abs(float(str(values["x"])) - 0.8) - (values["kind"] != "b")
+        return 2 - abs(float(str(values["x"])) - 0.8) - (values["kind"] != "b")
 
     past = []
     first = OptunaProposals(space, 0, lambda _: None, [])

@@ -273,6 +273,15 @@ def test_shares_of_a_cluster() -> None:
         share(ClusterConfig(workers=0, cpus_per_worker=3), nodes({"CPU": 4.0}, {"CPU": 2.0})).slots
         == 1
     )
+    # In 0.3 CPUs a tenth fits three times, although 0.3 // 0.1 is 2.
+    assert share(ClusterConfig(workers=0, cpus_per_worker=0.1), nodes({"CPU": 0.3})).slots == 3
+    # Where GPUs are left, the index actor of each worker takes one too.
+    eight = nodes({"CPU": 16.0, "GPU": 8.0})
+    assert [share(ClusterConfig(workers=n), eight).slots for n in (1, 2, 4, 8)] == [4, 2, 1, 1]
+    searched_elsewhere = ClusterConfig(workers=2, index_resource="CPU")
+    assert share(searched_elsewhere, eight).slots == 4
+    marked = nodes({"CPU": 16.0}, {"CPU": 1.0, "index": 4.0})
+    assert share(ClusterConfig(workers=2), marked).slots == 2
     gpus = share(ClusterConfig(workers=0), nodes({"CPU": 16.0, "GPU": 4.0}))
     assert (gpus.slots, gpus.cluster["device"]) == (4, "gpu")
     assert (
@@ -397,6 +406,26 @@ def test_trials_have_no_processes_or_threads_of_a_preset(
     assert sweeps._processes_of_a_trial(config, workers) == expected
 
 
+def test_trials_use_hard_negatives_that_the_first_settings_have_no_use_for(
+    tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_sweep(sweep: Sweep, *_: object) -> None:
+        for columns, hard in (("all", 0), ("hard", 20)):
+            trial = sweep.config.resolve({"method.columns": columns})
+            assert trial.negatives.hard == hard
+        swept.append(sweep)
+
+    swept: list[Sweep] = []
+    monkeypatch.setattr("xmcray.tuning.search.run_sweep", run_sweep)
+    monkeypatch.setattr(Sweep, "check_scores", lambda _: None)
+    corpus = planted_corpus(tmp_path, num_queries=201, num_labels=31)
+    space = tmp_path / "space.yaml"
+    space.write_text("method.columns: {choice: [hard, all]}\n")
+    settings = "--set negatives.hard=20 --set method.columns=all"
+    shell.run(f"tune dexml --data {corpus.path} --space {space} --out {tmp_path}/out {settings}")
+    assert swept
+
+
 @pytest.mark.parametrize(
     "name", ["log.every", "cluster.workers", "data.validation", "memory.weight"]
 )
@@ -472,6 +501,8 @@ def test_a_sweep_that_began_without_a_network_goes_on_with_one(
     assert "holds a sweep with space.encoder.init_from.choice" in shell.error(
         command, tmp_path / "sweep"
     )
+    space.write_text("optim.lr: {uniform: [0.1, 0.2]}\n")
+    assert "holds a sweep with space.encoder.init_from" in shell.error(command, tmp_path / "sweep")
 
 
 def test_no_optuna(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
