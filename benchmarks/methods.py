@@ -27,7 +27,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -39,7 +38,7 @@ import data_sets
 import numpy as np
 import torch
 from accuracy import folder_of, trained
-from common import refuse_if_busy, write_table
+from common import commit, refuse_if_busy, write_table
 from methods_store import (
     ALONE,
     FLOOR,
@@ -342,12 +341,6 @@ def finished(row: Row, evaluation: Evaluation, linear: Evaluation | None) -> Row
                 differences[comparison.metric] = {name: values[name] for name in names}
     today = str(datetime.date.today())
     return {**row, "test": test, "less_linear": differences, "date": today, "commit": commit()}
-
-
-def commit() -> str:
-    git = ["git", "-C", str(data_sets.ROOT), "rev-parse", "--short", "HEAD"]
-    result = subprocess.run(git, capture_output=True, text=True, check=False)
-    return result.stdout.strip()
 
 
 if __name__ == "__main__":

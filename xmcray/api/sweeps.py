@@ -118,7 +118,7 @@ def tune(
         method=method,
         corpus="",
         corpus_sha256="",
-        settings=RunConfig.as_set(method, values).to_dict(),
+        settings=RunConfig.unresolved(method, values).to_dict(),
         space=space_file,
         search=search,
         scheduler=scheduler,
@@ -248,7 +248,7 @@ def _left_out(out: Location, space: Space, space_name: str) -> Mapping[str, Any]
     return {
         name: models
         for name, models in left_out.items()
-        if name in space and set(space[name].values_to_check()) > set(models)
+        if name in space and set(map(str, space[name].values_to_check())) > set(models)
     }
 
 
@@ -265,7 +265,7 @@ def _first_values(
     first: list[Values] = []
     for source in sources:
         name = os.fspath(source)
-        values = configs.overlay(settings, configs.load_yaml(name))
+        values = configs.overlay(settings, merged(name))
         whole = RunConfig.resolve(method, values)
         nearest = nearest_values(space, whole.to_dict(), name)
         if nearest not in first:

@@ -65,5 +65,4 @@ def merged_settings(options: argparse.Namespace, overrides: Sequence[str] = ()) 
         options: arguments of a verb with `add_config`.
         overrides: more assignments such as "optim.epochs=3", over all of them.
     """
-    assignments_over_files = config.merge({}, [*(options.set or ()), *overrides])
-    return merged([*(options.config or ()), assignments_over_files])
+    return config.merge(merged(options.config or ()), [*(options.set or ()), *overrides])

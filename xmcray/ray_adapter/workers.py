@@ -116,8 +116,7 @@ def run_workers(
             raise
         raise RunError(
             f"{'; '.join(lost)}; the workers were started again {group.max_failures} times, which is"
-            " cluster.max_failures: look for full memory or a frozen machine, and the same command"
-            " continues from the newest checkpoint"
+            " cluster.max_failures: look for full memory or a frozen machine"
         ) from None
     finally:
         # The traceback of an error would keep the controller's process as long as the error lives.

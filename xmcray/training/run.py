@@ -208,7 +208,7 @@ class RunConfig:
             ConfigError: unknown method or key, or a value out of range.
         """
         entry = method_entry(method_name)
-        config = cls.as_set(method_name, values, overrides)
+        config = cls.unresolved(method_name, values, overrides)
         if not entry.uses_hard(config.method):
             # No index is built for what no loss takes.
             negatives = dataclasses.replace(config.negatives, hard=0)
@@ -221,12 +221,13 @@ class RunConfig:
         return config
 
     @classmethod
-    def as_set(
+    def unresolved(
         cls, method_name: str, values: Mapping[str, Any], overrides: Sequence[str] = ()
     ) -> RunConfig:
-        """`resolve` without its checks of several settings, and with hard negatives that are unused.
+        """`resolve` without its checks of how settings fit together.
 
-        They are for the trials of a sweep whose own settings use them.
+        `negatives.hard` stays even if these settings do not use hard negatives, because trials of a
+        sweep may.
         """
         entry = method_entry(method_name)
         merged = configs.merge(configs.overlay(entry.defaults, values), overrides)

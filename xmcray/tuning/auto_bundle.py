@@ -21,7 +21,7 @@ from xmcray.training.run import SELECTION
 from xmcray.tuning.auto_search import FATAL, Say
 from xmcray.tuning.lanes import Lanes
 from xmcray.tuning.pacing import Limits, Pacer
-from xmcray.tuning.study import Attempt, Budget, Study, is_finished, minutes
+from xmcray.tuning.study import SHORTER, Attempt, Budget, Study, is_finished, minutes
 
 # Most trials that are fused. Encoding queries and choosing weights takes longer with each of them.
 MAX_MEMBERS = 5
@@ -75,7 +75,9 @@ class BundleMaker:
         best = self.study.best_of_methods()[:limit]
         if not best:
             trials = [attempt.trial for attempt in self.study.attempts()]
-            if trials and all(trial.state == "failed" for trial in trials):
+            begun = {trial.number % SHORTER for trial in trials}
+            are_all_begun = len(begun) == len(self.study.candidates)
+            if are_all_begun and all(trial.state == "failed" for trial in trials):
                 # More time would not help: a failed trial is not repeated.
                 raise RunError(
                     f"all {len(trials)} trainings failed, the first because {trials[0].message};"

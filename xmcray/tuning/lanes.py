@@ -142,8 +142,7 @@ def _train(sender: Connection, corpus: str, out: Path, config: RunConfig, refit:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with logs.on_stderr():
         try:
-            # If all checkpoints of the run are damaged, it begins anew.
-            train(corpus, out, config, restart=True, refit=refit)
+            train(corpus, out, config, refit=refit)
         except XmcrayError as mistake:
             sender.send(mistake)
         except KeyboardInterrupt:

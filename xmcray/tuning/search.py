@@ -104,7 +104,7 @@ def _run_remaining(sweep: Sweep, guide: Guide, cluster: ClusterConfig) -> None:
     # Without a dashboard, Tune leaks the placement groups of trials that it stops.
     with ray_session(dashboard=True):
         try:
-            trial_share = share(cluster, ray.nodes())
+            trial_share = share(cluster, ray.nodes(), _may_use_index(sweep))
             _tuner(sweep, guide, trial_share).fit()
             # Tune does not wait for the processes of trials that it stopped.
             for number in guide.values_by_trial:
@@ -141,12 +141,20 @@ def _tuner(sweep: Sweep, guide: Guide, trial_share: Share) -> tune.Tuner:
     )
 
 
-def share(cluster: ClusterConfig, nodes: list[dict[str, Any]]) -> Share:
+def _may_use_index(sweep: Sweep) -> bool:
+    """Whether a trial may search hard negatives or cluster queries."""
+    names = ("hard", "cluster_size")
+    negatives = sweep.config.settings["negatives"]
+    return any(negatives[name] or f"negatives.{name}" in sweep.space for name in names)
+
+
+def share(cluster: ClusterConfig, nodes: list[dict[str, Any]], may_use_index: bool = True) -> Share:
     """Divides the nodes of a cluster among trials.
 
     Args:
         cluster: section `cluster` of a trial; with 0 workers it trains in its own actor.
         nodes: as `ray.nodes()` lists them.
+        may_use_index: whether a trial with workers may have index actors.
 
     Raises:
         ResourceError: the nodes do not suffice for one trial.
@@ -180,7 +188,7 @@ def share(cluster: ClusterConfig, nodes: list[dict[str, Any]]) -> Share:
         # Tune has to reserve something.
         actor_needs = {"memory": _WAITING_ACTOR_BYTES}
     slots = num_places // num_processes
-    if cluster.workers:
+    if cluster.workers and may_use_index:
         slots = min(slots, _trials_with_index_actors(cluster, node_resources, needs_gpu))
     return Share(actor_needs, settings, slots)
 
@@ -196,7 +204,7 @@ def _processes_on(resources: Mapping[str, float], process_needs: Mapping[str, fl
 def _trials_with_index_actors(
     cluster: ClusterConfig, node_resources: Sequence[Mapping[str, float]], needs_gpu: bool
 ) -> int:
-    """How many trials with workers have room for an index actor of each worker, as `place` puts it."""
+    """How many trials have room for an index actor of each worker, by the rules of `placement.place`."""
     if not cluster.index_may_use_gpu:
         return _UNLIMITED
     units = sum(resources.get(cluster.index_resource, 0) for resources in node_resources)

@@ -52,8 +52,7 @@ def run_trial(task: Mapping[str, Any]) -> None:
             reporter.hear(record)
         reporter.start_training()
         config = sweep.config.resolve(sweep.trial(number).values, task["cluster"])
-        # If all checkpoints of the trial are damaged, it begins anew.
-        train(sweep.config.corpus, path, config, restart=True, watch=reporter.watch)
+        train(sweep.config.corpus, path, config, watch=reporter.watch)
     except XmcrayError as error:
         mistake = [type(error).__name__, str(error)]
         tune.report({TIME: 0, SCORE: float("nan"), MISTAKE: mistake})

@@ -369,6 +369,14 @@ def test_trainings_that_all_fail_end_the_study_with_the_first_reason(
     with pytest.raises(RunError, match="all 3 trainings failed, the first because too large;"):
         run_auto(corpus, tmp_path / "study")
 
+    def reason(_: CandidateSearch, candidate: Candidate) -> str:
+        return "the time was over" if candidate.method == "dexml" else ""
+
+    # A candidate for which there was no time may still be trained.
+    monkeypatch.setattr(CandidateSearch, "_reason_to_skip", reason)
+    with pytest.raises(RunError, match="no training was finished"):
+        run_auto(corpus, tmp_path / "short")
+
 
 def test_a_training_is_compared_with_earlier_ones_alone() -> None:
     def attempt(number: int, score: float) -> SimpleNamespace:

@@ -104,18 +104,6 @@ def test_a_training_that_is_asked_to_end_saves_a_checkpoint_and_a_killed_one_is_
         Lanes().train(str(corpus), tmp_path / "killed", config(10**6), False, killed)
 
 
-def test_a_training_whose_checkpoints_are_all_damaged_begins_anew(
-    corpus: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    Lanes().train(str(corpus), run, config(1), False, unwatched)
-    (run / "result.json").unlink()
-    for checkpoint in (run / "checkpoints").glob("step-*"):
-        (checkpoint / "state.json").write_text("{")
-    Lanes().train(str(corpus), run, config(1), False, unwatched)
-    assert (run / "result.json").exists()
-
-
 def test_a_training_ends_at_once_if_its_parent_is_killed(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "orphan"
     # Not a daemon, because daemons have no children.

@@ -277,7 +277,13 @@ def test_shares_of_a_cluster() -> None:
     assert share(ClusterConfig(workers=0, cpus_per_worker=0.1), nodes({"CPU": 0.3})).slots == 3
     # Where GPUs are left, the index actor of each worker takes one too.
     eight = nodes({"CPU": 16.0, "GPU": 8.0})
-    assert [share(ClusterConfig(workers=n), eight).slots for n in (1, 2, 4, 8)] == [4, 2, 1, 1]
+    assert [share(ClusterConfig(workers=n), eight).slots for n in (1, 2, 4, 8)] == [
+        4,
+        2,
+        1,
+        1,
+    ]
+    assert share(ClusterConfig(workers=2), eight, may_use_index=False).slots == 4
     searched_elsewhere = ClusterConfig(workers=2, index_resource="CPU")
     assert share(searched_elsewhere, eight).slots == 4
     marked = nodes({"CPU": 16.0}, {"CPU": 1.0, "index": 4.0})
@@ -421,9 +427,11 @@ def test_trials_use_hard_negatives_that_the_first_settings_have_no_use_for(
     corpus = planted_corpus(tmp_path, num_queries=201, num_labels=31)
     space = tmp_path / "space.yaml"
     space.write_text("method.columns: {choice: [hard, all]}\n")
-    settings = "--set negatives.hard=20 --set method.columns=all"
+    first = tmp_path / "first.yaml"
+    first.write_text("method.columns: hard\n")
+    settings = f"--set negatives.hard=20 --set method.columns=all --first {first}"
     shell.run(f"tune dexml --data {corpus.path} --space {space} --out {tmp_path}/out {settings}")
-    assert swept
+    assert swept[0].config.first == ({"method.columns": "hard"},)
 
 
 @pytest.mark.parametrize(
