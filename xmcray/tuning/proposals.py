@@ -12,8 +12,8 @@ from xmcray.errors import ConfigError, ResourceError
 from xmcray.tuning.space import Check, Choice, Distribution, Space, Values, problem_with
 
 MAX_ATTEMPTS = 100  # infeasible samples in a row after which a space counts as infeasible
-# What Optuna is told of a trial without a score, because it learns nothing from one that failed. No
-# metric is lower.
+# The score of a trial without one, because Optuna learns nothing from a failed trial. No metric is
+# lower.
 _WORST_SCORE = 0.0
 
 

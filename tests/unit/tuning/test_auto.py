@@ -269,74 +269,60 @@ def test_a_training_that_is_validated_rarely_is_compared_once(tmp_path: Path) ->
     assert paced(tmp_path, behind, [validation(5, 0.2)]).reason == ""
 
 
-def test_a_training_that_is_too_slow_is_tried_with_fewer_epochs_again_and_again(
-    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    epochs = []
+@pytest.fixture
+def too_slow(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Every training takes too long; its epochs, in the settings and to be trained, are noted here."""
+    tried = []
 
     def never_done(
         _: Lanes, __: str, ___: Path, config: RunConfig, refit: bool, watch: Watch
     ) -> None:
-        epochs.append(config.optim.epochs)
+        tried.append((config.optim.epochs, config.optim.num_epochs))
         pacer = watch.__self__  # type: ignore[attr-defined]
+        assert pacer.epochs == config.optim.num_epochs
         pacer.reason = "too slow"
         # Three quarters of the 360 seconds of the search are two epochs and a half.
         pacer.epoch_s = 108.0
 
     monkeypatch.setattr(Lanes, "train", never_done)
     monkeypatch.setattr(study, "candidates", lambda *_: CANDIDATES[:1])
+    return tried
+
+
+def test_a_training_that_is_too_slow_is_tried_with_fewer_epochs_again_and_again(
+    corpus: Corpus, tmp_path: Path, too_slow: list[tuple[int, int]]
+) -> None:
     with pytest.raises(RunError, match="no training was finished"):
         run_auto(corpus, tmp_path / "study")
-    assert epochs == [4, 2, 1]
+    assert too_slow == [(4, 4), (2, 2), (1, 1)]
 
     # More time continues all of them.
     with pytest.raises(RunError, match="no training was finished"):
         run_auto(corpus, tmp_path / "study", budget_s=1200)
-    assert epochs == [4, 2, 1, 4, 2, 1]
+    assert too_slow == 2 * [(4, 4), (2, 2), (1, 1)]
 
 
 def test_a_training_with_fewer_epochs_stops_after_its_last_one(
-    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus, tmp_path: Path, too_slow: list[tuple[int, int]]
 ) -> None:
-    trained = []
-
-    def never_done(
-        _: Lanes, __: str, ___: Path, config: RunConfig, refit: bool, watch: Watch
-    ) -> None:
-        trained.append((config.optim.epochs, config.optim.num_epochs))
-        pacer = watch.__self__  # type: ignore[attr-defined]
-        assert pacer.epochs == config.optim.num_epochs
-        pacer.reason = "too slow"
-        pacer.epoch_s = 108.0
-
-    monkeypatch.setattr(Lanes, "train", never_done)
-    monkeypatch.setattr(study, "candidates", lambda *_: CANDIDATES[:1])
     with pytest.raises(RunError, match="no training was finished"):
         run_auto(corpus, tmp_path / "study", **{"optim.stop_epoch": 3})
-    assert trained == [(4, 3), (2, 2), (1, 1)]
+    assert too_slow == [(4, 3), (2, 2), (1, 1)]
 
 
 def test_fewer_epochs_that_the_settings_do_not_accept_are_not_tried(
-    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    too_slow: list[tuple[int, int]],
 ) -> None:
-    def too_slow(
-        _: Lanes, __: str, ___: Path, config: RunConfig, refit: bool, watch: Watch
-    ) -> None:
-        epochs.append(config.optim.epochs)
-        pacer = watch.__self__  # type: ignore[attr-defined]
-        pacer.reason = "too slow"
-        pacer.epoch_s = 108.0
-
-    epochs: list[int] = []
     # Hard negatives from the fourth epoch on, and no others: two epochs would have positives alone.
     values = {"negatives.uniform": 0, "negatives.start_epoch": 3}
-    monkeypatch.setattr(Lanes, "train", too_slow)
-    monkeypatch.setattr(
-        study, "candidates", lambda *_: [Candidate("astra", "sample", "static", values)]
-    )
+    candidate = Candidate("astra", "sample", "static", values)
+    monkeypatch.setattr(study, "candidates", lambda *_: [candidate])
     with pytest.raises(RunError, match="no training was finished"):
         run_auto(corpus, tmp_path / "study", **{"negatives.hard": 10})
-    assert epochs == [4]
+    assert too_slow == [(4, 4)]
 
 
 def test_a_failed_refit_leaves_the_trial_in_the_bundle(
