@@ -128,15 +128,23 @@ def put(settings: dict[str, Any], name: str, value: Any) -> None:
 
 
 def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `top` in place of its own, section by section."""
+    """`base` with the values of `top` in place of its own, section by section.
+
+    Raises:
+        ConfigError: `base` has a value where `top` has a section.
+    """
     merged = copy.deepcopy(dict(base))
     for key, value in top.items():
         # A section is merged into that of `base`. Any other value replaces what is there.
-        if isinstance(value, Mapping):
-            section = merged.get(key)
-            merged[key] = overlay(section if isinstance(section, dict) else {}, value)
-        else:
+        if not isinstance(value, Mapping):
             merged[key] = value
+            continue
+        section = merged.get(key)
+        if section is None:
+            section = {}
+        if not isinstance(section, dict):
+            raise ConfigError(f"{key!r} is a value, not a section")
+        merged[key] = overlay(section, value)
     return merged
 
 

@@ -145,6 +145,9 @@ def test_settings_come_from_files_and_values_the_later_over_the_earlier(tmp_path
     file.write_text("optim: {lr: 0.1}\noptim.epochs: 3\n")
     read_only = MappingProxyType({"optim": MappingProxyType({"epochs": 4})})
     assert merged([file, read_only]) == {"optim": {"epochs": 4, "lr": 0.1}}
+    file.write_text("optim: 3\n")
+    with pytest.raises(ConfigError, match="'optim' is a value, not a section"):
+        merged([file, sections])
     preset = merged("preset:astra/sample")
     assert preset["negatives"] == {"uniform": 500, "hard": 20}
     assert preset["method_name"] == "astra"

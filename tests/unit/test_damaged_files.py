@@ -136,9 +136,11 @@ def test_a_record_that_may_not_be_read_is_one_line(
     "record", ['{"step": 1, "epoch": 0, "nDCG@5": "x"}', '{"step": 1, "nDCG@5": 0.5}']
 )
 def test_a_damaged_record_that_chooses_the_epochs_is_one_line(record: str, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(record)
-    selection = Run(tmp_path, "id", RunConfig.resolve("astra", {}, []), tmp_path, "")
-    with pytest.raises(StorageError, match=r"metrics\.jsonl is damaged \(.*\); pass --restart"):
+    run = tmp_path / "run"
+    selection = Run(run / "selection", "id", RunConfig.resolve("astra", {}, []), tmp_path, "")
+    selection.path.mkdir(parents=True)
+    (selection.path / "metrics.jsonl").write_text(record)
+    with pytest.raises(StorageError, match=rf"metrics\.jsonl is damaged \(.*\); remove {run} and"):
         refit_config(selection)
 
 

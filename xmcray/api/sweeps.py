@@ -414,7 +414,8 @@ def auto(
     Returns:
         The content of results.json, with the metrics of the test split.
     Raises:
-        ConfigError: a method is unknown or does not accept the settings, or the budget is no time.
+        ConfigError: a method is unknown or does not accept the settings, `config` has settings of a
+            memory, or the budget is no time.
         RunError: the folder holds something else, or no training fits into the time.
     """
     budget_s = _seconds_of(budget)
@@ -424,13 +425,20 @@ def auto(
     for method in methods or ():
         if method not in METHODS:
             raise ConfigError(configs.unknown("method", method, METHODS))
+    settings = dotted(overrides)
+    for name in settings:
+        if name.startswith("memory."):
+            raise ConfigError(
+                f"{name} is chosen by validation for the whole bundle; leave it out, or give it to"
+                " `xmcray train` or `xmcray memory`"
+            )
     from xmcray.data.corpus import Corpus
     from xmcray.tuning.auto import auto as run_study
 
     say: Callable[[str], None] = _say if progress else _say_nothing
     corpus = Corpus.open(os.fspath(data))
     chosen = methods or DEFAULT_METHODS
-    return run_study(corpus, Path(out), budget_s, chosen, dotted(overrides), say)
+    return run_study(corpus, Path(out), budget_s, chosen, settings, say)
 
 
 def _say(line: str) -> None:

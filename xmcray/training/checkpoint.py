@@ -116,7 +116,7 @@ def newest(folder: Path) -> Checkpoint | None:
     if names:
         raise StorageError(
             f"all {len(names)} checkpoints of {folder} are damaged; put copies of them back, or"
-            " train from the start with --restart"
+            f" remove {folder.parent} and train anew"
         )
     return None
 

@@ -275,7 +275,7 @@ def refit_config(selection: Run) -> RunConfig:
     best_epoch = config.optim.num_epochs - 1
     best_score = -float("inf")
     path = selection.path / "metrics.jsonl"
-    with readable(f"{path} is damaged", "pass --restart to train anew"):
+    with readable(f"{path} is damaged", f"remove {selection.path.parent} and train anew"):
         for record in read_records(path):
             score = float(record.get(_SELECT_BY, -float("inf")))
             if score <= best_score:

@@ -238,7 +238,7 @@ def test_a_run_without_a_whole_checkpoint_starts_over_only_if_that_is_wanted(
     (run.path / "result.json").unlink()
     for checkpoint in run.checkpoints.iterdir():
         damage(checkpoint)
-    with pytest.raises(StorageError, match=r"all 2 checkpoints .* --restart"):
+    with pytest.raises(StorageError, match=rf"all 2 checkpoints .* remove {run.path} and"):
         train(corpus.origin, run.path, config)
     assert len(list(run.checkpoints.iterdir())) == 2
     train(corpus.origin, run.path, config, restart=True)

@@ -442,6 +442,7 @@ def test_a_study_keeps_each_training_once(
         ("--budget soon", "budget is 'soon', expected a time such as 90s, 20m or 2h"),
         ("--methods astro", "astro"),
         ("--set optim.epoch=3", "optim.epoch"),
+        ("--set memory.weight=0.3", "memory.weight is chosen by validation for the whole bundle"),
         (
             "--set data.validation=0",
             "data.validation=0 and data.validation_from=0 hold out no query with a positive",
