@@ -96,7 +96,9 @@ def open_corpus(name: str) -> Corpus:
 
 @functools.cache
 def preset_values(name: str) -> Mapping[str, Any]:
-    """The settings of a preset, read once."""
+    """The settings of a preset, or of a file of this folder, read once."""
+    if name.endswith(".yaml"):
+        return configs.load_yaml(str(Path(__file__).parent / name))
     return configs.load_yaml(f"preset:{name}")
 
 
@@ -138,7 +140,8 @@ class Training:
 
     Attributes:
         method: its name. corpus: a name that `data_sets.corpus` knows, or the corpus of a seed.
-        preset: "METHOD/NAME" of shipped settings, "" for the defaults. settings: dotted overrides, or those of a seed.
+        preset: "METHOD/NAME" of shipped settings, or a file of this folder with those of an earlier preset; "" for the
+            defaults. settings: dotted overrides, or those of a seed.
         measure_run: what is kept of the finished run (`run.path / "metrics.jsonl"` has its curves); its name is part
             of the key. full: on a GPU if there is one.
     """
