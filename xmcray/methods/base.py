@@ -254,6 +254,7 @@ class MethodEntry:
         needs_batch: Whether queries meet no other negatives than what the other queries of their batch
             bring, and hard ones, given the method's settings.
         uses_hard: Whether the loss takes hard negatives, given the method's settings.
+        check_negatives: Raises ConfigError if section `negatives` does not fit the method's settings.
         uses_fusion: Whether the settings of section `fusion` have an effect, given the method's
             settings.
         sections: Which of the optional sections `memory` and `fusion` the method has.
@@ -269,6 +270,7 @@ class MethodEntry:
     needs_negatives: Callable[[Any], bool] = lambda config: False
     needs_batch: Callable[[Any], bool] = lambda config: False
     uses_hard: Callable[[Any], bool] = lambda config: True
+    check_negatives: Callable[[Any, NegativesConfig], None] = lambda config, negatives: None
     uses_fusion: Callable[[Any], bool] = lambda config: True
     sections: tuple[str, ...] = ()
     in_force: Callable[[Any, int], Any] = lambda config, num_labels: config

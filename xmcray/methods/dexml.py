@@ -36,6 +36,7 @@ from xmcray.methods.base import MethodContext, MethodEntry, dual_encoder_default
 from xmcray.methods.dual_encoder import DualEncoder
 from xmcray.methods.label_pool import LabelPool
 from xmcray.methods.log_q import BatchProbability, check_log_q
+from xmcray.negatives.plan import NegativesConfig
 from xmcray.nn.heads import Head, NormalisedHead
 from xmcray.parallel import collectives
 from xmcray.parallel.collectives import gather_rows
@@ -160,19 +161,12 @@ class Dexml(DualEncoder):
     """Implements `methods.base.Method`."""
 
     def __init__(self, config: DexmlConfig, context: MethodContext) -> None:
-        if config.columns == "hard" and not context.negatives.hard:
-            raise ConfigError(
-                "method.columns is hard, but negatives.hard is 0;"
-                " set negatives.hard to the number of labels that the index finds for a query"
-            )
         head_type = NormalisedHead if config.normalised else Head
         super().__init__("dexml", context, head_type(context.dim))
         self.config = config
         self.cache: EmbeddingCache | None = None
         if config.columns == "cache":
             self.cache = EmbeddingCache(context)
-        if config.log_q:
-            check_log_q(context.negatives)
 
     @functools.cached_property
     def in_batch(self) -> BatchProbability:
@@ -492,6 +486,16 @@ def _largest(values: npt.NDArray[np.number[Any]], ids: Int64Array, count: int) -
     return ids[order[:count]]
 
 
+def _check_negatives(config: DexmlConfig, negatives: NegativesConfig) -> None:
+    if config.columns == "hard" and not negatives.hard:
+        raise ConfigError(
+            "method.columns is hard, but negatives.hard is 0;"
+            " set negatives.hard to the number of labels that the index finds for a query"
+        )
+    if config.log_q:
+        check_log_q(negatives)
+
+
 ENTRY = MethodEntry(
     DexmlConfig,
     Dexml,
@@ -502,4 +506,5 @@ ENTRY = MethodEntry(
     has_prefixes=lambda config: config.columns != "cache",
     needs_batch=lambda config: config.columns in ("hard", "in_batch"),
     uses_hard=lambda config: config.columns == "hard",
+    check_negatives=_check_negatives,
 )

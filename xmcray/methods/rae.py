@@ -33,6 +33,7 @@ from xmcray.methods.base import (
 from xmcray.methods.dual_encoder import DualEncoder
 from xmcray.methods.label_pool import LabelPool
 from xmcray.methods.log_q import BatchProbability, check_log_q
+from xmcray.negatives.plan import NegativesConfig
 from xmcray.nn.heads import NormalisedHead
 from xmcray.parallel.collectives import gather_rows
 from xmcray.types import Batch, Ragged, Shortlist, StepOutput
@@ -105,8 +106,6 @@ class Rae(DualEncoder):
     def __init__(self, config: RaeConfig, context: MethodContext) -> None:
         super().__init__("rae", context, NormalisedHead(context.dim))
         self.config = config
-        if config.log_q:
-            check_log_q(context.negatives)
 
     @functools.cached_property
     def in_batch(self) -> BatchProbability:
@@ -234,6 +233,11 @@ def sharing_queries(positives: Ragged, start: int, stop: int) -> Pairs:
     return Pairs(torch.from_numpy(rows), torch.from_numpy(columns))
 
 
+def _check_negatives(config: RaeConfig, negatives: NegativesConfig) -> None:
+    if config.log_q:
+        check_log_q(negatives)
+
+
 ENTRY = MethodEntry(
     RaeConfig,
     Rae,
@@ -241,5 +245,6 @@ ENTRY = MethodEntry(
     label_counts=("hard_per_query",),
     uses_label_texts=True,
     needs_batch=lambda config: True,
+    check_negatives=_check_negatives,
     sections=("memory",),
 )

@@ -214,6 +214,7 @@ class RunConfig:
             negatives = dataclasses.replace(config.negatives, hard=0)
             config = dataclasses.replace(config, negatives=negatives)
         config._check_encoder(entry)
+        entry.check_negatives(config.method, config.negatives)
         if not is_stored:
             check_range("optim.stop_epoch", config.optim.stop_epoch, 0, config.optim.epochs)
             if entry.needs_negatives(config.method):

@@ -165,7 +165,6 @@ def test_a_cut_run_goes_on_with_its_cache(data: TrainingData, tmp_path: Path) ->
     assert torch.equal(whole.cache.vector_SD, resumed.cache.vector_SD)
 
 
-def test_hard_columns_without_an_index_are_refused(data: TrainingData) -> None:
-    config = RunConfig.resolve("dexml", {}, [*SETTINGS, "method.columns=hard"])
+def test_hard_columns_without_an_index_are_refused_before_training() -> None:
     with pytest.raises(ConfigError, match="hard is 0"):
-        build(config, data, torch.device("cpu"))
+        RunConfig.resolve("dexml", {}, [*SETTINGS, "method.columns=hard"])

@@ -137,7 +137,7 @@ def test_rae_divides_labels_and_queries_by_their_probability(
         ("rae", "negatives.cluster_size=4", "negatives.cluster_size is 4"),
     ],
 )
-def test_other_negatives_are_refused(corpus: Corpus, method: str, setting: str, found: str) -> None:
+def test_other_negatives_are_refused_before_training(method: str, setting: str, found: str) -> None:
     settings = ["method.columns=in_batch"] if method == "dexml" else ["negatives.hard=0"]
     with pytest.raises(ConfigError, match=found):
-        made(corpus, method, *settings, setting)
+        RunConfig.resolve(method, {}, ["method.log_q=true", *settings, setting])
