@@ -166,7 +166,10 @@ def run_cycle(settings: ContinualConfig, out: Path) -> str:
 
 def _standing(settings: ContinualConfig, out: Path) -> _Standing:
     """Where the next cycle begins, by the report of the last one that is complete."""
-    reports = sorted(out.glob(f"cycle-*/{REPORT}"))
+    # By length first, because cycle-10000 comes after cycle-9999.
+    reports = sorted(
+        out.glob(f"cycle-*/{REPORT}"), key=lambda path: (len(path.parent.name), path.parent.name)
+    )
     if not reports:
         return _Standing(1, settings.data, settings.run, 0)
     with readable(f"{reports[-1]} is damaged", "restore it, or choose another --out"):

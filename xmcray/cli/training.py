@@ -370,7 +370,8 @@ def export(options: argparse.Namespace) -> None:
     )
     if options.dim is not None:
         show_line(
-            f"{options.out} has no probabilities until `xmcray calibrate`: its scores are new"
+            f"{options.out} has no probabilities, because its scores are new; `xmcray calibrate` makes"
+            " them if its run held queries out (of a run with --refit, cut RUN/selection)"
         )
     if options.to is None:
         show_next(["xmcray", "search", options.out, "TEXT"])

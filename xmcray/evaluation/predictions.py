@@ -139,7 +139,7 @@ def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> spa
     if matrix.shape != (num_queries, num_labels):
         raise DataError(
             f"{path} is {matrix.shape[0]} x {matrix.shape[1]}, expected {num_queries} queries x {num_labels} labels; "
-            "name the corpus and split it was predicted on"
+            "name the corpus and split it was predicted on, and a bundle that no labels have joined"
         )
     if np.isnan(matrix.data).any():
         raise DataError(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from xmcray.data.tokens import TextTokenizer
-from xmcray.errors import ConfigError
+from xmcray.errors import ConfigError, StorageError, XmcrayError
 from xmcray.retrieval.answers import FoundLabel, named_answers
 from xmcray.retrieval.bundle import KIND, Settings, read_settings
 from xmcray.retrieval.calibration import Calibration, check_min_probability
@@ -30,7 +30,7 @@ from xmcray.retrieval.predictors import LabelPredictor, MemoryPredictor, Predict
 from xmcray.retrieval.query_encoder import QueryEncoder, check_side_vectors
 from xmcray.retrieval.shards import ALL_SHARDS, EVERYTHING, SearchScope, ShardSubset
 from xmcray.retrieval.votes import MemoryConfig
-from xmcray.storage.artifact import open_artifact
+from xmcray.storage.artifact import folder_identity, open_artifact
 from xmcray.types import BoolArray, Float32Array, Int64Array, Ragged, TopLabels, spans
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from xmcray.retrieval.reranker import Reranker
 
 CHUNK = 1024  # queries searched at once
+_MOST_OPENINGS = 5  # of a bundle that other processes change meanwhile
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +92,23 @@ class Retriever:
             BundleError: a file is malformed or does not fit the others.
             ConfigError: no such device, or it cannot compute with this precision.
         """
-        folder, manifest = open_artifact(path, KIND)
-        return cls.of_folder(folder, threads, device, subset, precision, manifest.sha256)
+        for _ in range(_MOST_OPENINGS):
+            before = folder_identity(path)
+            try:
+                folder, manifest = open_artifact(path, KIND)
+                sha256 = manifest.sha256
+                retriever = cls.of_folder(folder, threads, device, subset, precision, sha256)
+            except XmcrayError:
+                if folder_identity(path) == before:
+                    raise
+            else:
+                if folder_identity(path) == before:
+                    return retriever
+            # Meanwhile another process has put a changed bundle in its place.
+        raise StorageError(
+            f"{path} was changed by another process each of the {_MOST_OPENINGS} times that it was"
+            " opened; try again when that is done"
+        )
 
     @classmethod
     def of_folder(

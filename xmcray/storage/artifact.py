@@ -116,7 +116,7 @@ def new_artifact(
         with disk_errors(destination):
             parent.mkdir(parents=True, exist_ok=True)
             name = str(destination).rstrip("/").rsplit("/", 1)[-1]
-            folder = stack.enter_context(_unfinished_folder(parent, name))
+            folder = stack.enter_context(unfinished_folder(parent, name))
             folder.chmod(0o755)
         # The block may also call other machines and start processes.
         with disk_errors(destination, inside=folder):
@@ -137,8 +137,10 @@ def new_artifact(
 
 
 @contextlib.contextmanager
-def _unfinished_folder(parent: Path, name: str) -> Iterator[Path]:
+def unfinished_folder(parent: Path, name: str) -> Iterator[Path]:
     """Makes a hidden folder, which is removed at the end, and removes those of killed processes.
+
+    Folders of the same name are those of the same work.
 
     A process holds the lock of its folder, so the process of an unlocked one is dead.
     """
@@ -201,6 +203,20 @@ def open_artifact(path: str | Path, kind: str, contents: bool = True) -> tuple[P
     if contents:
         check_contents(folder, manifest, manifest.files, source=path)
     return folder, manifest
+
+
+def folder_identity(path: str | Path) -> tuple[int, int] | None:
+    """Which folder is at a path, as device and inode: another one when the artifact was changed.
+
+    None at a URL, or if nothing is there.
+    """
+    if is_url(path):
+        return None
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def link_files(

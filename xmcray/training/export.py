@@ -14,7 +14,7 @@ import torch
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
-from xmcray.errors import RunError
+from xmcray.errors import RunError, XmcrayError
 from xmcray.nn.encoder import ENCODERS
 from xmcray.nn.label_side import LabelSide
 from xmcray.parallel.partition import LabelPartition
@@ -30,7 +30,7 @@ from xmcray.storage.remote import is_url
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.checkpoint import Checkpoint
 from xmcray.training.loop import Setup, assemble, build
-from xmcray.training.probability_curves import fit_calibration
+from xmcray.training.probability_curves import FEW_QUERIES, fit_calibration, segments_of
 from xmcray.training.run import SELECTION, Run
 from xmcray.training.step import encode_queries
 from xmcray.types import Float32Array, Int64Array, Ragged, id_blocks
@@ -131,10 +131,18 @@ def _calibrator(
 
     The curves of a run with --refit are those of RUN/selection, which held queries out. They are
     those of its last epoch. If the refit ended much earlier, its inner products are others.
+
+    A run that goes on from another one holds out new queries alone. If they are few, curves that are
+    fitted to them would be chance, and those of the other run's bundle are taken.
     """
 
     def calibration_of(bundle: Path) -> Calibration | None:
-        if len(data.validation_rows):
+        num_held_out = len(data.validation_rows)
+        if run.start is not None and 0 < num_held_out < FEW_QUERIES:
+            earlier = _earlier_calibration(run.start, corpus)
+            if earlier is not None:
+                return earlier
+        if num_held_out:
             return fit_calibration(Retriever.of_folder(bundle), corpus, data.validation_rows)
         try:
             selected = selected_bundle(run, corpus)
@@ -156,6 +164,20 @@ def _calibrator(
         return Retriever.load(selected).calibration
 
     return calibration_of
+
+
+def _earlier_calibration(start: Mapping[str, Any], corpus: Corpus) -> Calibration | None:
+    """The curves of the bundle of the run that another one goes on from, for the labels of a corpus.
+
+    None if that bundle is gone, or has none.
+    """
+    try:
+        earlier = Retriever.load(Path(start["run"]) / "bundle").calibration
+    except XmcrayError:
+        return None
+    if earlier is None:
+        return None
+    return Calibration(earlier.curves, segments_of(corpus.train_counts))
 
 
 def selected_bundle(run: Run, corpus: Corpus) -> Path | None:

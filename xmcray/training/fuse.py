@@ -8,6 +8,7 @@ linked and not copied.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,13 @@ from xmcray.retrieval.shards import SearchScope
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.retrieval.word_index import FOLDER as WORDS
 from xmcray.retrieval.word_index import LABELS, QUERIES, file_names, write_word_index
-from xmcray.storage.artifact import link_files, new_artifact, open_artifact, refuse_existing
+from xmcray.storage.artifact import (
+    link_files,
+    new_artifact,
+    open_artifact,
+    refuse_existing,
+    unfinished_folder,
+)
 from xmcray.storage.manifest import FileEntry, read_manifest
 from xmcray.storage.remote import is_url
 from xmcray.training.held_out import held_out_by, relevance_of, without_voters
@@ -50,9 +57,11 @@ from xmcray.training.part_weights import (
     Choice,
     WeightSearch,
 )
-from xmcray.training.probability_curves import fit_calibration
+from xmcray.training.probability_curves import FEW_QUERIES, fit_calibration
 from xmcray.training.run import SELECTION, Run
 from xmcray.types import Float32Array, Int64Array, Ragged, spans
+
+logger = logging.getLogger(__name__)
 
 MOST_QUERIES = 5000  # held-out queries by which weights are chosen, and probabilities are fitted
 # Many queries vote, and those that are missed are mostly far and of little weight. A search for a
@@ -114,14 +123,20 @@ def fuse(
         _check_same_texts(corpus, other)
     sources = [_source(path, [corpus, *retokenized]) for path in paths]
     held_out = _held_out(sources)
-    parent = None if is_url(out) else Path(out).absolute().parent
-    if parent is not None:
-        parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".fusing.", dir=parent) as folder:
-        write = _MemberWriter(Path(folder), threads, progress)
+    # On the disk of the bundle, so that files are moved and not copied.
+    target = Path(tempfile.gettempdir(), "bundle") if is_url(out) else Path(out).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with unfinished_folder(target.parent, f"{target.name}.fusing") as folder:
+        write = _MemberWriter(folder, threads, progress)
         selected = [write(source.selected, source.corpus) for source in sources]
         words = _write_words(corpus, write.folder / WORDS)
         if choice is None:
+            if len(held_out) < FEW_QUERIES:
+                logger.warning(
+                    "weights are chosen by %d held-out queries, too few to rely on; hold out more with"
+                    " data.validation",
+                    len(held_out),
+                )
             chosen_by = _spread(held_out, most_queries)
             choice = _chosen(selected, words, corpus, chosen_by, metrics)
         return _fuse(sources, selected, words, corpus, held_out, choice, write, out)

@@ -18,8 +18,10 @@ from xmcray.nn.heads import Head, load_head
 from xmcray.retrieval import bundle as bundles
 from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
+from xmcray.retrieval.labels import carry_attributes
 from xmcray.retrieval.memory import remember
 from xmcray.retrieval.query_encoder import CHUNK, QueryEncoder
+from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ShardBuild
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.storage.artifact import open_artifact, refuse_existing
@@ -27,7 +29,7 @@ from xmcray.storage.manifest import MANIFEST
 from xmcray.storage.remote import is_url
 from xmcray.training.export import of_all_labels, sample_rows
 from xmcray.training.held_out import relevance_of
-from xmcray.training.outcome import bundle_of
+from xmcray.training.outcome import bundle_of, check_fits
 from xmcray.training.run import Run
 from xmcray.types import Float32Array, Ragged, id_blocks, spans
 
@@ -44,17 +46,21 @@ def memory_bundle(
 
     Args:
         encoder: a run, a bundle, a folder of an encoder, or a hub id. Its head is kept. Vectors are
-            normalised.
+            normalised. Attributes of the labels of a bundle of this corpus are kept, too.
         corpus: the corpus whose training queries and labels are encoded.
         out: folder or URL that does not exist yet.
         config: how they vote if a request does not override it.
         progress: called with the number of texts encoded so far.
     Raises:
         ConfigError: no such encoder.
-        DataError: the encoder needs other tokens than the corpus has.
+        DataError: the encoder needs other tokens than the corpus has, or labels have joined or left
+            the bundle, which the corpus does not know.
         StorageError: `out` is not empty, or the disk is full.
     """
     refuse_existing(out)
+    is_of_corpus = _is_bundle_of(encoder, corpus)
+    if is_of_corpus:
+        check_fits(Retriever.load(encoder), corpus)
     trained_encoder, head = open_encoder(encoder, corpus)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     query_encoder = QueryEncoder(
@@ -87,6 +93,8 @@ def memory_bundle(
     build = ShardBuild(spec=spec, queries=encode(train.tokens(sample)))
     predictor = remember(corpus, encode, config or MemoryConfig(), spec, relevance=relevance)
     write_bundle(out, model, labels, build, about=about, predictor=predictor)
+    if is_of_corpus:
+        carry_attributes(encoder, out)
 
 
 def _labels(corpus: Corpus, encode: Callable[[Ragged], Float32Array]) -> BundleLabels:
@@ -163,6 +171,14 @@ def _held_out(encoder: str, corpus: Corpus) -> dict[str, Any]:
         # The other corpus may have any of these queries, so none is sure to be held out.
         data = {**data, "validation": 0.0}
     return {"config": {"data": data}}
+
+
+def _is_bundle_of(path: str, corpus: Corpus) -> bool:
+    """Whether a path is that of a bundle whose labels are those of a corpus."""
+    if not _is_bundle(path):
+        return False
+    _, manifest = open_artifact(path, bundles.KIND, contents=False)
+    return manifest.about.get("corpus_sha256") == corpus.sha256
 
 
 def _is_bundle(path: str) -> bool:

@@ -15,6 +15,7 @@ one segment, G points of a prior, F features, N blocks.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from dataclasses import dataclass
 
@@ -39,11 +40,14 @@ from xmcray.retrieval.shards import SearchScope
 from xmcray.training.held_out import without_voters
 from xmcray.types import BoolArray, Float64Array, Int64Array, spans
 
+logger = logging.getLogger(__name__)
+
 ANSWERS = 5  # answers of each query, as many as P@5 and ECE@5 look at
 MAX_QUERIES = 10_000
 PRIOR = 1000  # answers
 GRID = 65  # points of a prior
 UNSEEN = "unseen"  # labels without a training query, and those that join later
+FEW_QUERIES = 50  # from fewer, a result is mostly chance
 _RIDGE = 1e-4
 _ROUNDING = 1e-5  # of inner products, as a share of the largest
 
@@ -76,6 +80,12 @@ def fit_calibration(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> C
     Raises:
         BundleError: no query has an answer, as with weights that are no numbers.
     """
+    if len(rows) < FEW_QUERIES:
+        logger.warning(
+            "probabilities are fitted to %d held-out queries, too few to rely on; hold out more with"
+            " data.validation",
+            len(rows),
+        )
     # Evenly spaced, because queries may be sorted by time.
     step = math.ceil(len(rows) / MAX_QUERIES)
     rows = rows[::step]
@@ -91,7 +101,7 @@ def fit_calibration(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> C
 
 def calibration_of(sample: Sample, corpus: Corpus, num_queries: int) -> Calibration:
     """Fits probabilities to the answers that some queries got."""
-    segment_L = _segments(corpus.train_counts)
+    segment_L = segments_of(corpus.train_counts)
     segment_A = segment_L[sample.label_A].astype(np.int64)
     curves = fit_curves(sample, segment_A, num_queries)
     return Calibration(curves, segment_L)
@@ -134,7 +144,7 @@ def answers_to(
     return Sample(feature_AF, relevant_A, label_A, place_A)
 
 
-def _segments(train_counts: Int64Array) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def segments_of(train_counts: Int64Array) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """uint8 [L], the number of each label's segment; 0 for labels without a training query."""
     lows = [low for _, low, _ in SEGMENTS]
     # The counts of a segment are above its own `low`, and at most the `low` of the next segment.

@@ -30,7 +30,7 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.storage.artifact import new_artifact, open_artifact, refuse_existing
 from xmcray.training.export import selected_bundle
 from xmcray.training.held_out import held_out_by, some_rows, without_voters
-from xmcray.training.outcome import bundle_of
+from xmcray.training.outcome import bundle_of, check_fits
 from xmcray.training.run import Run
 from xmcray.types import Int64Array, TopLabels, spans
 
@@ -102,6 +102,7 @@ def train_reranker(
     Raises:
         ConfigError: the bundle's run held nothing out, or a setting is out of range.
         BundleError: the model cannot be read.
+        DataError: bundle and corpus do not belong together.
         StorageError: `out` exists, or the disk is full.
     """
     refuse_existing(out)
@@ -109,6 +110,7 @@ def train_reranker(
     _, manifest = open_artifact(bundle, BUNDLE, contents=False)
     held_out = held_out_by(bundle, manifest.about, corpus).validation_rows
     retriever = Retriever.load(bundle)
+    check_fits(retriever, corpus)
     torch.manual_seed(draws.torch_seed(config.seed, "reranker"))
     encoder = CrossEncoder.load(config.model, config.max_len, new_head=True)
     settings = RerankConfig(candidates=config.candidates, max_len=encoder.max_len)

@@ -136,8 +136,6 @@ class BundleMaker:
 
     def _clean_folder(self) -> Path:
         """Folder for the next bundle; files of a killed call are removed."""
-        for leftover in self.study.path.glob(".fusing.*"):
-            shutil.rmtree(leftover)
         fresh = self.study.path / "bundle.new"
         shutil.rmtree(fresh, ignore_errors=True)
         return fresh

@@ -12,11 +12,13 @@ import pytest
 import torch
 from bundles import DIM, NEW, TEXTS
 
-from xmcray.errors import BundleError
+from xmcray.errors import BundleError, StorageError
 from xmcray.nn.label_side import LabelSide
 from xmcray.nn.prototypes import PrototypeNetwork
 from xmcray.retrieval import labels as module
+from xmcray.retrieval import retriever as retriever_module
 from xmcray.retrieval.answers import FoundLabel
+from xmcray.retrieval.bundle import KIND, Settings, read_settings
 from xmcray.retrieval.labels import (
     NewLabel,
     add_labels,
@@ -30,7 +32,9 @@ from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import SearchScope, ShardSubset
 from xmcray.retrieval.votes import MemoryConfig
+from xmcray.storage import artifact
 from xmcray.storage.artifact import open_artifact
+from xmcray.storage.manifest import Manifest, check_contents, read_manifest
 from xmcray.types import Ragged, TopLabels
 
 NEW_TEXTS = [label.text for label in NEW]
@@ -398,3 +402,44 @@ def test_only_allowed_labels_are_answered(
     recall = np.mean(recalls)
     assert num_hits >= 0.9 * recall * num_wanted
     assert recall == 1 or kind == "rowsIVF"
+
+
+@pytest.mark.parametrize("after", ["manifest", "files"])
+def test_a_bundle_that_is_changed_while_it_is_opened_is_one_of_the_two(
+    after: str, bundles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "b"
+    add_labels(bundles("texts"), NEW, path)
+    num_labels = load(path).num_labels
+    changes = 0
+
+    def changed_once() -> None:
+        nonlocal changes
+        changes += 1
+        if changes == 1:
+            remove_labels(path, [NEW[0].uid])
+
+    def noting_contents(folder: Path, manifest: Manifest, *more: Any, **named: Any) -> None:
+        if folder == path and after == "manifest":
+            changed_once()
+        check_contents(folder, manifest, *more, **named)
+
+    def noting_settings(folder: Path) -> Settings:
+        if folder == path and after == "files":
+            changed_once()
+        return read_settings(folder)
+
+    monkeypatch.setattr(artifact, "check_contents", noting_contents)
+    monkeypatch.setattr(retriever_module, "read_settings", noting_settings)
+    retriever = load(path)
+    assert retriever.num_labels == num_labels - 1
+    assert retriever.sha256 == read_manifest(path, KIND).sha256
+
+
+def test_a_bundle_that_is_changed_all_the_time_is_one_line(
+    bundles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identities = iter(range(100))
+    monkeypatch.setattr(retriever_module, "folder_identity", lambda path: next(identities))
+    with pytest.raises(StorageError, match=r"was changed by another process each of the 5 times"):
+        load(bundles("texts"))

@@ -24,8 +24,10 @@ from xmcray.nn.heads import Head
 from xmcray.retrieval import memory as memories
 from xmcray.retrieval import predictors
 from xmcray.retrieval import retriever as retrievers
+from xmcray.retrieval.bundle import read_attributes
 from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
+from xmcray.retrieval.labels import annotate_labels, remove_labels
 from xmcray.retrieval.memory import remember
 from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.retriever import Retriever
@@ -359,6 +361,26 @@ class TestCommand:
         assert voter.keys() == {"uid", "text", "weight"}
         assert "  by " in shell.run(search)
         shell.run(f"evaluate {first} {data}")
+
+    def test_labels_of_a_bundle_of_the_corpus_keep_attributes_and_must_be_its_labels(
+        self,
+        corpus: Corpus,
+        tmp_path: Path,
+    ) -> None:
+        encoder = self.encoder(corpus, tmp_path / "encoder")
+        bundle = tmp_path / "first"
+        memory_bundle(str(encoder), corpus, bundle)
+        [uid] = corpus.label_uids(np.arange(1))
+        annotate_labels(bundle, {uid: {"lang": "en"}})
+
+        memory_bundle(str(bundle), corpus, tmp_path / "second")
+
+        labels = Retriever.load(tmp_path / "second").labels
+        attributes = read_attributes(tmp_path / "second", labels.settings, labels.removed)
+        assert attributes.of(np.arange(1)) == [{"lang": "en"}]
+        remove_labels(bundle, [uid])
+        with pytest.raises(DataError, match="labels joined or were removed"):
+            memory_bundle(str(bundle), corpus, tmp_path / "third")
 
     def test_mistakes_are_one_line(
         self,

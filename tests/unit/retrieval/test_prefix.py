@@ -56,7 +56,7 @@ def test_the_command_says_that_there_are_no_probabilities(
 ) -> None:
     bundle = write_bundle_of(tmp_path / "whole", "texts")
     output = Shell(capsys).run(f"export {bundle} --out {tmp_path}/cut --dim 6")
-    assert "cut has no probabilities until `xmcray calibrate`" in output
+    assert "cut has no probabilities, because its scores are new; `xmcray calibrate`" in output
 
 
 @pytest.mark.parametrize(

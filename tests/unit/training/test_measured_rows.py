@@ -13,6 +13,8 @@ from models import write_bert
 from planted import WORDS_PER_LABEL, write_planted
 
 import xmcray
+from xmcray.errors import DataError
+from xmcray.retrieval.labels import NewLabel, add_labels
 from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.reranker import Reranker
 from xmcray.training import distil, train_reranker
@@ -95,3 +97,14 @@ def test_train_reranker_measures_on_a_random_part(
     rows = held_out_by("", {}, corpus).validation_rows
     assert len(rows) > 4
     assert read == [corpus.split("train").texts(some_rows(rows, 4, seed=0))]
+
+
+def test_train_reranker_refuses_labels_that_the_corpus_does_not_know(tmp_path: Path) -> None:
+    corpus = planted_corpus(tmp_path, num_queries=200, num_labels=NUM_LABELS)
+    bundle = write_memory_of(corpus, tmp_path / "bundle", dim=8, seed=0)
+    add_labels(bundle, [NewLabel("new", "w1x0")])
+    model = str(write_bert(tmp_path / "model", WORDS))
+    with pytest.raises(DataError, match="labels joined or were removed"):
+        train_reranker.train_reranker(
+            str(bundle), corpus, tmp_path / "out", RerankTraining(model=model)
+        )

@@ -21,6 +21,7 @@ from xmcray.methods.registry import method_names
 from xmcray.retrieval.labels import NewLabel, add_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.checkpoint import row_blocks
+from xmcray.training.probability_curves import FEW_QUERIES
 from xmcray.training.run import Run
 from xmcray.training.start import settings_from
 from xmcray.training.step import Stepper
@@ -117,8 +118,15 @@ def test_new_labels_and_queries_are_new_to_the_run(
     rows = np.stack([started[uid]["weight"] for uid in uids])
     assert np.allclose(rows, vectors, rtol=1e-3, atol=1e-4 * np.abs(rows).max())
     held_out = TrainingData(new, config.data).validation_rows
-    assert len(held_out) > 0
+    assert 0 < len(held_out) < FEW_QUERIES
     assert held_out.min() >= old.card.num_train
+    # So few queries would make probabilities by chance.
+    before = Retriever.load(astra.path / "bundle").calibration
+    after = Retriever.load(tmp_path / "b" / "bundle").calibration
+    assert before is not None
+    assert after is not None
+    assert after.curves == before.curves
+    assert len(after.segment_L) == new.card.num_labels
 
 
 def test_queries_that_were_trained_on_and_may_be_held_out_are_counted(
