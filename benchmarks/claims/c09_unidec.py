@@ -12,7 +12,6 @@ from xmcray.data.corpus import Corpus
 from xmcray.training.run import Run
 
 CORPUS = "tate-subjects"
-PRESET = "settings/unidec-tate-subjects.yaml"
 # The paper's pool (beta 3, eta 6, a shortlist of 5 eta) and its clusters, which grow sooner in fewer epochs.
 SETTINGS = (
     "method.num_positives=3",
@@ -54,8 +53,7 @@ def make(full: bool) -> Claim:
             Comparison(of=of, metric="PSP@1", against=none, high=0, paper="32.19 - 34.03"),
             Comparison(of=of, metric="PSP@5", against=none, high=0),
         ],
-        setup=f"{CORPUS} (18.5 training queries a label), static encoder,"
-        f" [settings](../benchmarks/claims/{PRESET}) of an earlier preset with 10 epochs;"
+        setup=f"{CORPUS} (18.5 training queries a label), static encoder, settings of `unidec/{CORPUS}` with 10 epochs;"
         " 3 positives and 6 of 30 hard negatives of a query, half the loss for the classifier, clusters of 4 queries"
         " and more, new every 2 epochs. The heads are compared on the same trained model. Random batches ('no"
         " clusters') are shown for comparison.",
@@ -70,7 +68,7 @@ def unidec(full: bool, *settings: str) -> Training:
     return Training(
         method="unidec",
         corpus=CORPUS,
-        preset=PRESET,
+        preset=f"unidec/{CORPUS}",
         settings=[*SETTINGS, *settings],
         measure_run=by_part,
         full=full,

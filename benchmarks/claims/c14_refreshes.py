@@ -6,7 +6,6 @@ from claim import Claim, Comparison, main
 from variants import SGD, Training, present
 
 CORPUS = "tate-subjects"
-PRESET = "settings/astra-tate-subjects.yaml"
 # Random rows need hard negatives to find what is near, and few columns leave it to them. Of claim 17's best ratio, a
 # quarter of its negatives.
 SETTINGS = (
@@ -48,8 +47,7 @@ def make(full: bool) -> Claim:
             Comparison(of="start 5, every 5", against=other, low=0, paper=paper)
             for other, paper in PAPER.items()
         ],
-        setup=f"{CORPUS}, static encoder of 128 dimensions,"
-        f" [settings](../benchmarks/claims/{PRESET}) of an earlier preset but SGD, with random rows,"
+        setup=f"{CORPUS}, static encoder of 128 dimensions, settings of `astra/{CORPUS}` but SGD, with random rows,"
         " 40 epochs, 120 uniform labels of a batch and 15 hard negatives of a query, without label texts as queries.",
         metrics=("P@1", "P@5", "PSP@5"),
     )
@@ -61,7 +59,7 @@ def training(full: bool, start: int, every: int) -> Training:
     return Training(
         method="astra",
         corpus=CORPUS,
-        preset=PRESET,
+        preset=f"astra/{CORPUS}",
         settings=[*SETTINGS, *times],
         full=full,
     )

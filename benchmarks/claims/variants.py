@@ -43,6 +43,8 @@ chose.
 HIT_CUTOFFS = (1, 5)  # one digit per query is enough
 _MADE_HERE = ("sample", "planted")  # corpora that need no files
 HELD_OUT = 0.1  # share of the training queries that a choice is made by
+# Settings of presets that have changed since claims were measured with them. Without its file, a claim is measured anew.
+SETTINGS = Path(__file__).parent / "settings"
 # The kind of optimiser that ASTRA's paper has, where a preset has another one.
 SGD = (
     "method.classifier.kind=sgd",
@@ -96,10 +98,9 @@ def open_corpus(name: str) -> Corpus:
 
 @functools.cache
 def preset_values(name: str) -> Mapping[str, Any]:
-    """The settings of a preset, or of a file of this folder, read once."""
-    if name.endswith(".yaml"):
-        return configs.load_yaml(str(Path(__file__).parent / name))
-    return configs.load_yaml(f"preset:{name}")
+    """The settings of a preset, read once; former ones if the folder SETTINGS keeps them."""
+    former = SETTINGS / f"{name.replace('/', '-')}.yaml"
+    return configs.load_yaml(str(former) if former.is_file() else f"preset:{name}")
 
 
 def is_present(name: str) -> bool:
@@ -140,8 +141,7 @@ class Training:
 
     Attributes:
         method: its name. corpus: a name that `data_sets.corpus` knows, or the corpus of a seed.
-        preset: "METHOD/NAME" of shipped settings, or a file of this folder with those of an earlier preset; "" for the
-            defaults. settings: dotted overrides, or those of a seed.
+        preset: "METHOD/NAME" of shipped settings, "" for the defaults. settings: dotted overrides, or those of a seed.
         measure_run: what is kept of the finished run (`run.path / "metrics.jsonl"` has its curves); its name is part
             of the key. full: on a GPU if there is one.
     """
