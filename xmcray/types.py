@@ -197,6 +197,17 @@ def find_sorted(
     return places, sorted_values[places] == values
 
 
+def merged_sorted(values: Int64Array, others: Int64Array) -> Int64Array:
+    """The values of two ascending arrays, ascending, each once.
+
+    As `np.union1d`, which takes many times as long for millions of values.
+    """
+    merged = np.sort(np.concatenate([values, others]), kind="stable")
+    is_first = np.ones(len(merged), bool)
+    is_first[1:] = merged[1:] != merged[:-1]
+    return merged[is_first]
+
+
 def are_ids(ids: npt.NDArray[Any], num_ids: int) -> bool:
     """Whether all numbers are ids, which are 0 .. num_ids - 1; so are no numbers at all."""
     if not len(ids):

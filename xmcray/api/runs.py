@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 VECTOR_SYSTEMS = ("parquet", "qdrant", "milvus", "vespa", "lancedb", "weaviate")
 # Where the encoder alone can go.
 ENCODER_SYSTEMS = ("sentence-transformers",)
+
+logger = logging.getLogger(__name__)
 
 
 def train(
@@ -125,7 +128,16 @@ def run_settings(
         else:
             base, own_values = begun
         values = configs.overlay(own_values, values)
-    return RunConfig.resolve(method, values), base
+    resolved = RunConfig.resolve(method, values)
+    wanted = values.get("negatives", {}).get("hard", 0)
+    if wanted and not resolved.negatives.hard:
+        logger.warning(
+            "negatives.hard=%s has no effect, because the loss of %s takes no hard negatives with these"
+            " settings (dexml: method.columns=hard)",
+            wanted,
+            method,
+        )
+    return resolved, base
 
 
 def evaluate(

@@ -29,7 +29,7 @@ from xmcray.permutations import (
     random_permutation,
     random_sample,
 )
-from xmcray.types import Batch, Float64Array, Int64Array, Ragged, spans
+from xmcray.types import Batch, Float64Array, Int64Array, Ragged, merged_sorted, spans
 
 _COUNTED_TEXTS = 200_000  # sample that document frequencies are estimated from
 _COUNTED_AT_ONCE = 20_000
@@ -114,8 +114,13 @@ class TrainingData:
         generator = draws.generator(self.config.seed, "validation")
         first = self.num_train - num_eligible
         held_out = first + np.sort(random_sample(generator, num_eligible, num_held_out))
-        left_out = np.union1d(empty_rows, held_out)
+        left_out = merged_sorted(empty_rows, held_out)
         if len(left_out) == self.num_train:
+            if len(empty_rows) < self.num_train:
+                raise DataError(
+                    f"data.validation={self.config.validation:g} holds out every training query of"
+                    f" {self.corpus.path} that has a positive; lower it"
+                )
             raise DataError(
                 f"{self.corpus.path} has no training query with a positive; check the label ids"
             )

@@ -38,7 +38,7 @@ from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import DataError, readable
 from xmcray.storage.artifact import open_artifact
 from xmcray.storage.remote import is_url
-from xmcray.types import Float32Array, Int64Array, Ragged, are_ids, spans
+from xmcray.types import Float32Array, Int64Array, Ragged, are_ids, find_sorted, spans
 
 KIND = "corpus"
 REMOVED = "removed_labels.npy"
@@ -346,8 +346,8 @@ class Split:
         if not self.has_filters:
             return Ragged.empty(len(rows))
         filtered_U, labels_U = self._filters
-        places = np.searchsorted(filtered_U, rows)
-        is_filtered = np.isin(rows, filtered_U)
+        # `np.isin` would read all of `filtered_U` for each batch.
+        places, is_filtered = find_sorted(filtered_U, rows)
         # Rows without a filter share the empty row at the end.
         places[~is_filtered] = len(filtered_U)
         return labels_U.take(places)

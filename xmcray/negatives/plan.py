@@ -97,10 +97,7 @@ class NegativesConfig:
         return self.hard > 0 and self.index in ("auto", "Flat")
 
     def check_index(self, num_labels: int, num_shards: int) -> None:
-        """Raises ConfigError for an index that could not be built.
-
-        The first one is built epochs later, and a run cannot go on with another one.
-        """
+        """Raises ConfigError for an index that could not be built; the first one is built epochs later."""
         if self.hard and self.index not in ("auto", "Flat"):
             check_factory("negatives.index", self.index, num_labels // num_shards)
 
@@ -126,7 +123,11 @@ class NegativesConfig:
 
     def num_epochs_without(self, num_epochs: int) -> int:
         """Returns how many of the first epochs have neither uniform nor hard negatives."""
-        return sum(not (self.uniform_at(e) or self.hard_at(e)) for e in range(num_epochs))
+        num_uniform = 0
+        if self.uniform:
+            num_uniform = self.uniform_epochs or num_epochs
+        first_hard = self.start_epoch if self.hard else num_epochs
+        return max(0, min(first_hard, num_epochs) - num_uniform)
 
     def num_clusters_at(self, epoch: int, num_queries: int) -> int:
         """Returns the clusters of an epoch: the largest power of two whose clusters are not too

@@ -345,7 +345,11 @@ def _build_text_encoder(
 
 def start_folder(name: str) -> Path:
     """The encoder's folder in a run (its newest checkpoint) or a bundle; else `name` itself."""
-    checkpoints = sorted(Path(name).glob("checkpoints/step-*/encoder"))
+    # By length first, because step-100000000 comes after step-99999999.
+    checkpoints = sorted(
+        Path(name).glob("checkpoints/step-*/encoder"),
+        key=lambda path: (len(path.parent.name), path.parent.name),
+    )
     for folder in [*checkpoints[-1:], Path(name) / "encoder"]:
         if folder.is_dir():
             return folder

@@ -137,7 +137,7 @@ def set_aside_newer(folder: Path, step: int) -> None:
     The next checkpoint that is saved removes them.
     """
     for path in _folders(folder):
-        if path > step_folder(folder, step):
+        if _step_of(path) > step:
             target = path.with_name(f"{_DAMAGED}-{path.name}")
             # An attempt that ended before its first checkpoint has set aside this step already.
             shutil.rmtree(target, ignore_errors=True)
@@ -382,4 +382,9 @@ def _folders(folder: Path) -> list[Path]:
     """
     folders = [path for path in folder.glob("step-*") if path.is_dir()]
     own = [path for path in folders if path.name.removeprefix("step-").isdecimal()]
-    return sorted(own, reverse=True)
+    return sorted(own, key=_step_of, reverse=True)
+
+
+def _step_of(path: Path) -> int:
+    """The step of a checkpoint's folder. As texts, names of more than eight digits would come first."""
+    return int(path.name.removeprefix("step-"))

@@ -58,6 +58,17 @@ SELECTION, VECTORS = "selection", "vectors"
 START = "start"
 # A killed process may leave these before the folder has a run.json.
 RUN_FOLDER = FolderKind("run", "run.json", (SELECTION, VECTORS, START))
+# Settings that a run may go on with other values of: where it trains, what it records, and how much it computes at
+# once, which change its result by rounding alone; and those that the message of a failed refresh says to change.
+_MAY_CHANGE = (
+    "cluster.",
+    "log.",
+    "optim.micro_batch =",
+    "method.chunk_labels =",
+    "negatives.index =",
+    "negatives.max_age =",
+    "negatives.wait_s =",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,9 +284,13 @@ class RunConfig:
     def without_effect(self) -> list[str]:
         """Names of settings that are set, and that nothing reads with the other settings."""
         names = [f"encoder.{name}" for name in self.encoder.without_effect()]
-        uses_fusion = method_entry(self.method_name).uses_fusion(self.method)
+        entry = method_entry(self.method_name)
+        uses_fusion = entry.uses_fusion(self.method)
         if self.fusion not in (None, FusionConfig()) and not uses_fusion:
             names.append("fusion.text_weight")
+        default = entry.defaults.get("negatives", {}).get("uniform", NegativesConfig().uniform)
+        if self.negatives.uniform != default and not entry.needs_negatives(self.method):
+            names.append("negatives.uniform")
         return names
 
     def refuse_positives_alone(self) -> None:
@@ -482,8 +497,7 @@ def open_or_create(
     if run.corpus_sha256 != corpus.sha256:
         raise RunError(f"{path} was trained on another corpus ({run.corpus}); choose another --out")
     for change in sorted(configs.differences(run.config.to_dict(), config.to_dict())):
-        # Where a run trains and what it records may change; they change the result by rounding alone.
-        if not change.startswith(("cluster.", "log.")):
+        if not change.startswith(_MAY_CHANGE):
             raise RunError(
                 f"{path} was started with {change}; use the same settings or another --out"
             )

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+from corpora import corpus_of
 from numpy.testing import assert_array_equal
+from planted import write_planted
 
 from xmcray.data.batches import BatchSampler, DataConfig, QueryClusters, TrainingData
 from xmcray.data.corpus import Corpus, Split
+from xmcray.errors import DataError
 from xmcray.types import Ragged
 
 
@@ -173,3 +178,15 @@ def test_filters_of_a_split_take_no_memory_for_rows_without_any(corpus: Corpus) 
     # The last row has none.
     assert_array_equal(filters.lengths[:-1], expected.lengths)
     assert filters.lengths[-1] == 0
+
+
+def test_held_out_queries_that_leave_none_are_named(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    write_planted(raw, num_queries=2, num_labels=20)
+    lines = (raw / "train.jsonl").read_text().splitlines()
+    without_labels = {**json.loads(lines[1]), "labels": []}
+    (raw / "train.jsonl").write_text(f"{lines[0]}\n{json.dumps(without_labels)}\n")
+    corpus = corpus_of(raw, tmp_path / "corpus")
+    with pytest.raises(DataError, match=r"data\.validation=0\.5 holds out every training query"):
+        for seed in range(9):  # each holds out one of the two queries
+            TrainingData(corpus, DataConfig(validation=0.5, seed=seed))

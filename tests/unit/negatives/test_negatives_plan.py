@@ -28,6 +28,13 @@ def test_uniform_candidates_end_with_their_epochs() -> None:
     assert NegativesConfig(uniform=7).uniform_at(100) == 7
 
 
+def test_epochs_with_neither_kind_of_negatives_are_counted() -> None:
+    late = NegativesConfig(uniform=7, uniform_epochs=2, hard=10, start_epoch=5, curriculum=4)
+    assert [late.num_epochs_without(num_epochs) for num_epochs in (2, 4, 9, 10**12)] == [0, 2, 3, 3]
+    assert NegativesConfig(uniform=7, hard=0).num_epochs_without(10**12) == 0
+    assert NegativesConfig(uniform=0, hard=0).num_epochs_without(9) == 9
+
+
 def test_clusters_double_at_the_start_of_their_epochs() -> None:
     config = NegativesConfig(cluster_size=4, cluster_doubles=(2, 5))
     # 100 queries: 25 clusters of 4 become 16, 12 of 8 become 8, 6 of 16 become 4.

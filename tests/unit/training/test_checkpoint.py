@@ -243,6 +243,17 @@ def test_only_the_newest_stay(corpus: Corpus, tmp_path: Path) -> None:
     assert len(list((tmp_path / "checkpoints").iterdir())) == 3
 
 
+def test_steps_of_more_than_eight_digits_are_newer(corpus: Corpus, tmp_path: Path) -> None:
+    loop, _ = loop_in(tmp_path, corpus)
+    writer = CheckpointWriter(tmp_path, loop.setup.stepper, loop.setup.partition, keep=1)
+    for step in (99_999_999, 100_000_000):
+        writer.save(step, {"negatives": {}})
+        writer.finish()
+    newest = checkpoints.newest(tmp_path)
+    assert newest is not None
+    assert newest.step == 100_000_000
+
+
 def test_damaged_checkpoints_do_not_count_as_kept(corpus: Corpus, tmp_path: Path) -> None:
     """With three to keep, 6 stays although 9 is damaged, until 18 is there."""
     loop, _ = loop_in(tmp_path, corpus)

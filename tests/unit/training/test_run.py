@@ -73,6 +73,8 @@ def test_the_configuration_of_the_start_stays_when_only_the_machine_changes(tmp_
     first = start(tmp_path / "r", "cluster.workers=2")
     before = {path.name: path.read_bytes() for path in first.path.iterdir()}
     assert start(tmp_path / "r", "cluster.workers=3").config.cluster.workers == 3
+    # A run that was killed for its memory goes on with smaller chunks.
+    assert start(tmp_path / "r", "optim.micro_batch=8").config.optim.micro_batch == 8
     assert {path.name: path.read_bytes() for path in first.path.iterdir()} == before
     with pytest.raises(RunError, match=r"was started with optim\.epochs = 15, now 3"):
         start(tmp_path / "r", "optim.epochs=3")
@@ -110,6 +112,7 @@ def test_a_run_of_an_earlier_release_opens_with_epochs_that_are_refused_now(
         ),
         ("astra", ["encoder.pooling=cls"], ["encoder.pooling"]),
         ("unidec", ["fusion.text_weight=0.3"], []),
+        ("dexml", ["negatives.uniform=5"], ["negatives.uniform"]),
         ("unidec", ["fusion.text_weight=0.3", "method.balance=1"], ["fusion.text_weight"]),
     ],
 )
