@@ -188,5 +188,5 @@ def test_held_out_queries_that_leave_none_are_named(tmp_path: Path) -> None:
     (raw / "train.jsonl").write_text(f"{lines[0]}\n{json.dumps(without_labels)}\n")
     corpus = corpus_of(raw, tmp_path / "corpus")
     with pytest.raises(DataError, match=r"data\.validation=0\.5 holds out every training query"):
-        for seed in range(9):  # each holds out one of the two queries
-            TrainingData(corpus, DataConfig(validation=0.5, seed=seed))
+        # This seed holds out the query with a label.
+        TrainingData(corpus, DataConfig(validation=0.5, seed=1))
