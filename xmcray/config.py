@@ -26,6 +26,7 @@ from xmcray.errors import ConfigError, one_line
 
 T = TypeVar("T")
 MAX_INT = 2**63 - 1
+MAX_FLOAT = 1e30  # computing with more overflows float32
 METHODS_GROUP = "xmcray.methods"  # entry points of methods in other packages (methods/registry.py)
 
 
@@ -347,6 +348,9 @@ def check_range(
         is_inside = is_inside and value <= high
     elif value == math.inf:
         expected += " and finite"
+    elif isinstance(value, float) and value > MAX_FLOAT:
+        expected += f" and at most {MAX_FLOAT:g}"
+        is_inside = False
     if not is_inside:
         raise ConfigError(f"{name} is {value}, expected {expected}")
 

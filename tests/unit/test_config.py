@@ -160,6 +160,9 @@ def test_a_range_refuses_what_is_not_inside(value: float) -> None:
 def test_a_range_without_an_end_refuses_infinity() -> None:
     with pytest.raises(ConfigError, match="lr is inf, expected at least 0 and finite"):
         config.check_range("lr", math.inf, 0)
+    # It would overflow where it is rounded to float32.
+    with pytest.raises(ConfigError, match=r"lr is 1e\+39, expected at least 0 and at most 1e\+30"):
+        config.check_range("lr", 1e39, 0)
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,8 @@ def _row_products(left_PW: Float32Array, right_PW: Float32Array) -> Float32Array
 def _directions(vectors: Float32Array) -> Float32Array:
     """Directions of rows after their mean is subtracted. Many embeddings have a part that all share."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    directions: Float32Array = vectors / lengths
+    # The length of a vector of tiny numbers may be rounded to 0.
+    directions: Float32Array = vectors / np.maximum(lengths, 1e-12)
     directions -= directions.mean(axis=0)
     lengths = np.linalg.norm(directions, axis=1, keepdims=True)
     directions /= np.maximum(lengths, 1e-12)

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xmcray.config import check_choices, check_ranges
+from xmcray.config import MAX_INT, check_choices, check_ranges
 from xmcray.errors import ConfigError
 from xmcray.losses.psl import Normaliser, Picked, Reduction, pick_some_labels
 from xmcray.methods.base import (
@@ -294,7 +294,7 @@ class Unidec(Method):
         if not config.classifier_positives:
             return _Pools(text_pool, text_pool)
         # A larger draw contains the smaller one, so the classifier's pool contains the other.
-        count = config.num_positives + config.classifier_positives
+        count = min(config.num_positives + config.classifier_positives, MAX_INT)
         more_drawn = self.context.draw_positives(batch, count)
         return _Pools(text_pool, LabelPool.of(partition, more_drawn, hard))
 

@@ -30,7 +30,7 @@ SET_SIZES = {
 }
 # In the order in which they are tried. RAE-XMC trains quickly, and gains most by fusing.
 DEFAULT_METHODS = ("rae", "astra", "dexml", "unidec", "renee")
-# PRIME is slower and was never a part of the best bundle of a set: it runs only if it is named.
+# PRIME is slower, and a part of the best bundle of one set of five: it runs only if it is named.
 METHODS = (*DEFAULT_METHODS, "prime")
 DISTILLED_FROM = "sentence-transformers/all-MiniLM-L6-v2"
 NUM_PRESETS = 3  # presets that are tried of each method

@@ -10,7 +10,7 @@ from corpora import corpus_of
 from planted import write_planted, write_side_vectors
 
 from xmcray.data.batches import DataConfig, TrainingData
-from xmcray.data.side_signal import SideSignal, side_signal
+from xmcray.data.side_signal import SideSignal, _directions, side_signal
 
 
 def signal_of(
@@ -50,3 +50,9 @@ def test_vectors_of_noise_are_noise(tmp_path: Path) -> None:
     signal = signal_of(tmp_path, planted=False)
     assert signal.is_noise
     assert abs(signal.alike) < 0.05
+
+
+def test_a_vector_of_tiny_numbers_has_a_direction() -> None:
+    vectors = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    vectors[3] = 1e-25  # its squares are 0 in float32
+    assert np.isfinite(_directions(vectors)).all()
