@@ -11,7 +11,7 @@ from xmcray.retrieval.calibration import Calibration
 from xmcray.retrieval.labels import open_for_change
 from xmcray.retrieval.retriever import Retriever
 from xmcray.storage.artifact import open_artifact
-from xmcray.training.export import selected_bundle
+from xmcray.training.export import check_refit, selected_bundle
 from xmcray.training.held_out import held_out_by
 from xmcray.training.outcome import bundle_of, check_fits
 from xmcray.training.probability_curves import fit_calibration
@@ -27,7 +27,8 @@ def calibrate(path: str, corpus: Corpus, out: str | Path | None = None) -> Calib
         corpus: the one that it was made from.
         out: folder or URL of the new bundle; the bundle itself if not given.
     Raises:
-        ConfigError: no query was held out, or the bundle is at a URL and there is no `out`.
+        ConfigError: no query was held out, a refit ended so early that its selection is another
+            model, or the bundle is at a URL and there is no `out`.
         DataError: bundle and corpus do not belong together.
         StorageError: the bundle is damaged or being changed, `out` is not empty, or the disk is
             full.
@@ -36,7 +37,12 @@ def calibrate(path: str, corpus: Corpus, out: str | Path | None = None) -> Calib
     if (Path(path) / "run.json").is_file():
         run = Run.open(path)
         path = bundle_of(run, corpus)
-        judge = selected_bundle(run, corpus) or path
+        selected = selected_bundle(run, corpus)
+        if selected is not None:
+            check_refit(run)
+            judge = selected
+        else:
+            judge = path
     with open_for_change(path, out) as source:
         check_fits(source.retriever, corpus)
         folder, manifest = open_artifact(judge, KIND)

@@ -14,7 +14,7 @@ import torch
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
-from xmcray.errors import RunError, XmcrayError
+from xmcray.errors import ConfigError, RunError, XmcrayError
 from xmcray.nn.encoder import ENCODERS
 from xmcray.nn.label_side import LabelSide
 from xmcray.parallel.partition import LabelPartition
@@ -150,20 +150,25 @@ def _calibrator(
             return None
         if selected is None:
             return None
-        num_epochs = run.config.optim.num_epochs
-        num_selected = Run.open(run.path / SELECTION).config.optim.num_epochs
-        if num_epochs < LEAST_SHARE * num_selected:
-            logger.warning(
-                "no probabilities: they would be those of %d epochs, but the best epoch was %d; train"
-                " again with optim.epochs=%d",
-                num_selected,
-                num_epochs,
-                num_epochs,
-            )
+        try:
+            check_refit(run)
+        except ConfigError as problem:
+            logger.warning("%s", problem)
             return None
         return Retriever.load(selected).calibration
 
     return calibration_of
+
+
+def check_refit(run: Run) -> None:
+    """Raises ConfigError if a refit ended so early that the curves of its selection are not its own."""
+    num_epochs = run.config.optim.num_epochs
+    num_selected = Run.open(run.path / SELECTION).config.optim.num_epochs
+    if num_epochs < LEAST_SHARE * num_selected:
+        raise ConfigError(
+            f"no probabilities: they would be those of {num_selected} epochs, but the best epoch was"
+            f" {num_epochs}; train again with optim.epochs={num_epochs}"
+        )
 
 
 def _earlier_calibration(start: Mapping[str, Any], corpus: Corpus) -> Calibration | None:

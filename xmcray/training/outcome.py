@@ -190,7 +190,8 @@ def check_fits(retriever: Retriever, corpus: Corpus) -> None:
     has_joined = retriever.settings.first_added is not None
     if has_joined or not np.array_equal(retriever.labels.removed, corpus.removed_labels):
         raise DataError(
-            "labels joined or were removed since the bundle was exported; name the bundle as it was"
+            "labels joined or were removed since the bundle was exported, and its corpus does not know"
+            " them; name the bundle as it was (`xmcray export RUN --out NEW` makes it again)"
         )
     if ours != theirs:
         raise DataError(

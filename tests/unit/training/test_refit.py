@@ -12,6 +12,7 @@ from corpora import planted_corpus
 from xmcray.errors import ConfigError
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training import launch
+from xmcray.training.calibrate import calibrate
 from xmcray.training.export import export_run
 from xmcray.training.launch import refit_config, train
 from xmcray.training.run import Run, RunConfig
@@ -69,3 +70,6 @@ def test_a_refit_much_shorter_than_its_selection_has_no_probabilities(
     has_probabilities = Retriever.load(tmp_path / "bundle").calibration is not None
     assert has_probabilities == (best == 2)
     assert ("the best epoch was 1" in caplog.text) == (best == 1)
+    if best == 1:
+        with pytest.raises(ConfigError, match="the best epoch was 1"):
+            calibrate(str(run.path), corpus)
