@@ -124,10 +124,10 @@ def test_removed_labels_that_cannot_be_read_are_one_line(
 
 
 def accept(client: Client, corpus: Corpus, first: int) -> None:
-    """Users like the best answers to some training queries."""
+    """Users like the best answers to texts that are nearly those of some training queries."""
     queries = corpus.split("train")
     for text in queries.texts(list(range(first, first + NUM_TEXTS))):
-        search = client.search([f"{text} "], k=2)
+        search = client.search([f"{text} again"], k=2)
         for answer in search.results[0].answers:
             client.feedback(search.request_id, str(answer.uid), "accept")
 

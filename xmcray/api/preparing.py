@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
@@ -256,7 +256,8 @@ def events(
         state_dir: state folder of the server, which may run.
         out: folder of raw files to write.
         model: its model.
-        data: corpus that the files will be appended to: texts of its labels are left out.
+        data: corpus that the files will be appended to: texts of its labels are left out, and
+            queries with a text of its own stay in the split of that text.
         after: leave out the events that an earlier export ended with.
         hold_out: share of the texts that become test queries.
         grades: relevance of "click", "accept" and "purchase", in place of 1, 2 and 3.
@@ -273,6 +274,7 @@ def events(
             f"after is {after} and hold_out {hold_out:g}, expected a number of an event and a share"
             " below 1"
         )
+    from xmcray.data.corpus import Corpus
     from xmcray.serving.event_export import GRADES, export_events
 
     for name, grade in (grades or {}).items():
@@ -294,16 +296,6 @@ def events(
         after=after,
         grades=grades,
         hold_out=hold_out,
-        corpus_labels=() if data is None else _labels_of(data),
+        corpus=None if data is None else Corpus.open(os.fspath(data), verify=False),
         texts=texts_read,
     )
-
-
-def _labels_of(data: Location) -> Container[str]:
-    """The uids of a corpus."""
-    import numpy as np
-
-    from xmcray.data.corpus import Corpus
-
-    corpus = Corpus.open(os.fspath(data), verify=False)
-    return set(corpus.label_uids(np.arange(corpus.card.num_labels)))

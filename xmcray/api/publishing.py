@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from xmcray.paths import bundle_at, kind_of
 
 if TYPE_CHECKING:
     from xmcray.training.promotion import Verdict
+
+logger = logging.getLogger(__name__)
 
 
 def push(path: Location, url: str, data: Location | None = None) -> None:
@@ -88,6 +91,8 @@ def promote(
     """Swaps in a new bundle if it is not worse on the newest queries, or goes back to the old one.
 
     Before it is swapped in, a new bundle without attributes of labels gets those of the old one.
+    Warnings name labels that joined the old bundle or were removed from it, if the new one does not
+    follow, and missing probabilities.
 
     Args:
         old: bundle in use, or its run.
@@ -125,8 +130,12 @@ def promote(
     else:
         if data is None:
             raise ConfigError("the test needs queries; add --data CORPUS")
+        from xmcray.training.promotion import lost_changes
+
         verdict = _judge(before, after, data, last, metric, margin / 100, progress)
         verdict.check()
+        for line in lost_changes(before, after):
+            logger.warning(line)
     if not url:
         return Promotion(after, None, verdict)
     version, num_annotated = _swap(
@@ -206,7 +215,8 @@ def _swap(
         if manifest.sha256 not in versions:
             raise BundleError(
                 f"{url} answers from another bundle ({served.version[:12]}), expected {before}"
-                f" ({manifest.sha256[:12]}); name the one in use as OLD"
+                f" ({manifest.sha256[:12]}); name the one in use as OLD, or, if {before} was changed in its"
+                " folder while it was served, swap it in again"
             )
         num_annotated = 0
         if carries and all(info.version != wanted.sha256 for info in all_models):

@@ -195,8 +195,11 @@ def _export(settings: ContinualConfig, start: _Standing, folder: Path) -> Mappin
         return None
     about = read_manifest(raw, KIND).about
     if about["train"] < settings.min_queries:
-        # The next turn exports these events again, and those that came since.
-        shutil.rmtree(raw)
+        # The next turn exports these events again, and those that came since. `_step` also removes
+        # what is left under this name by a process that was killed here.
+        unused = folder / f".{raw.name}.unused"
+        raw.rename(unused)
+        shutil.rmtree(unused)
         return None
     return about
 

@@ -24,7 +24,8 @@ def events_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--data",
         metavar="CORPUS",
-        help="corpus that the files will be appended to: texts of its labels are left out",
+        help="corpus that the files will be appended to: texts of its labels are left out, and its"
+        " query texts stay in their splits",
     )
     verb.add_argument(
         "--after",

@@ -237,11 +237,14 @@ class CorpusWriter:
         """Counts rows whose text another row has among the odd rows; warns of test queries."""
         self.odd.update(self.keys.odd_rows())
         if self.odd[LEAKS]:
+            # Rows that are there stay, so an append cannot leave them out.
+            anew = "prepared anew from all raw files, " if self.earlier_rows else ""
             logger.warning(
                 "%s of %s test queries have the text of a training query, which makes metrics too"
-                " good; --on-leak drop leaves these training queries out",
+                " good; %s--on-leak drop leaves these training queries out",
                 f"{self.odd[LEAKS]:,}",
                 f"{self.num_rows['test']:,}",
+                anew,
             )
 
     def _card(self, tokenizer: TextTokenizer) -> Card:

@@ -24,6 +24,7 @@ from xmcray.data.corpus import KIND as CORPUS
 from xmcray.data.corpus import REMOVED, Corpus
 from xmcray.errors import ConfigError, DataError
 from xmcray.evaluation.metrics import MAIN_METRICS
+from xmcray.retrieval.attributes import FILE as ATTRIBUTES
 from xmcray.retrieval.bundle import KIND, Settings, new_bundle, read_settings, write_settings
 from xmcray.retrieval.calibration import FOLDER as CALIBRATION
 from xmcray.retrieval.calibration import Calibration
@@ -72,7 +73,6 @@ _SETTINGS = "settings.json"
 _SHARED = (
     "labels.parquet",
     "removed.npy",
-    "attributes.parquet",
     "memory/labels.npy",
     "memory/label_offsets.npy",
     "memory/label_weights.npy",
@@ -474,6 +474,12 @@ def _put_together(
             entries = link_files(members[place], manifests[place], folder, without)
             linked |= {f"{prefix}{name}": entry for name, entry in entries.items()}
             write_settings(folder, _member_settings(settings, config, place))
+        for path, manifest in zip(members, manifests, strict=True):
+            # Labels have the attributes of the first member that has some.
+            if ATTRIBUTES in manifest.files:
+                others = manifest.files.keys() - {ATTRIBUTES}
+                linked |= link_files(path, manifest, target, others)
+                break
         if calibration is not None:
             calibration.save(target)
         manifest = read_manifest(words, WORDS)
@@ -493,7 +499,7 @@ def _member_settings(settings: Settings, config: PartsConfig, place: int) -> Set
 
 def _unused_files(names: Sequence[str], config: PartsConfig, place: int) -> list[str]:
     """Files of a member that its parts do not read, or that the first member has for all."""
-    prefixes = [_SETTINGS]
+    prefixes = [_SETTINGS, ATTRIBUTES]
     if not config.members[place].memory:
         prefixes += ["memory/vectors/", "memory/index/"]
     if place > 0:

@@ -132,6 +132,41 @@ def judge(
     return Verdict(compare(new, old), metric, margin, new.queries)
 
 
+def lost_changes(old: str, new: str) -> list[str]:
+    """What was done to the bundle in use and is missing in the new one, a line each.
+
+    Args:
+        old: folder or URL of the bundle in use.
+        new: folder or URL of the other one.
+    """
+    before = Retriever.load(old)
+    after = Retriever.load(new)
+    lines = []
+    first_added = before.settings.first_added
+    if first_added is not None:
+        added = np.arange(first_added, before.settings.num_labels)
+        joined, _ = before.labels.uids_and_texts(np.setdiff1d(added, before.labels.removed))
+        missing = set(joined) - after.labels.ids_of(joined).keys()
+        if missing:
+            lines.append(
+                f"{new} lacks {len(missing):,} labels that joined {old}, such as {min(missing)!r};"
+                " `xmcray labels add` adds them, but for those that joined on the server, which"
+                " adds them itself"
+            )
+    removed, _ = before.labels.uids_and_texts(before.labels.removed)
+    # A label that came back under another id is no loss.
+    gone = set(removed) - before.labels.ids_of(removed).keys()
+    back = after.labels.ids_of(gone).keys()
+    if back:
+        lines.append(
+            f"{new} answers {len(back):,} labels that were removed from {old}, such as"
+            f" {min(back)!r}; `xmcray labels remove` removes them"
+        )
+    if before.calibration is not None and after.calibration is None:
+        lines.append(f"{new} gives no probabilities, and {old} does; `xmcray calibrate` adds them")
+    return lines
+
+
 def measure_newest(
     bundle: str, corpus: Corpus, last: int = LAST, progress: Progress | None = None
 ) -> Evaluation:

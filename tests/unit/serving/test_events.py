@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from bundles import write_bundle_of
 from collectors import kill_collectors
+from corpora import planted_corpus
 from served import Served, served
 from shell import run_command
 
@@ -93,6 +95,22 @@ async def react(one: Served, search: Any, place: int, event: str, status: int = 
 
 def export(folder: Path, out: Path, *options: str) -> int:
     return run_command(f"events export {folder}/state --out {out}", *options)
+
+
+async def test_a_text_of_the_corpus_stays_in_its_split(bundle: Path, tmp_path: Path) -> None:
+    corpus = planted_corpus(tmp_path)
+    [trained] = corpus.split("train").texts(np.array([0]))
+    [tested] = corpus.split("test").texts(np.array([0]))
+    texts = [f"{trained.upper()} ", tested, "a text of its own"]
+    async with served(tmp_path, {"default": bundle}, collect_events=True) as one:
+        for text in texts:
+            search = await one.search([text])
+            await react(one, search, 0, "click")
+    for hold_out, train, test in (("0", [0, 2], [1]), ("0.999999", [0], [1, 2])):
+        raw = tmp_path / f"raw-{hold_out}"
+        assert export(tmp_path, raw, "--data", str(corpus.path), "--hold-out", hold_out) == 0
+        assert [row["text"] for row in rows_of(raw / "train.jsonl")] == [texts[i] for i in train]
+        assert [row["text"] for row in rows_of(raw / "test.jsonl")] == [texts[i] for i in test]
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bundles import write_bundle_of
 from corpora import grown_corpora
 from served import ADMIN, TOKEN, listening
 from shell import run_command, set_options
@@ -17,11 +18,17 @@ from xmcray.client import Client
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError
 from xmcray.retrieval.attributes import Scalar
-from xmcray.retrieval.labels import annotate_labels, carry_attributes, remove_labels
+from xmcray.retrieval.labels import (
+    NewLabel,
+    add_labels,
+    annotate_labels,
+    carry_attributes,
+    remove_labels,
+)
 from xmcray.retrieval.retriever import Retriever
 from xmcray.serving.schema import Operation
 from xmcray.training.outcome import measure_bundle
-from xmcray.training.promotion import NotPromotedError, measure_newest
+from xmcray.training.promotion import NotPromotedError, lost_changes, measure_newest
 
 DRAWS = 20
 SMALL = [
@@ -163,3 +170,23 @@ def test_labels_that_stay_keep_their_attributes(
     assert carry_attributes(old, new) == 0, "it has attributes, which stay as they are"
     with pytest.raises(ConfigError, match="give them to a copy"):
         carry_attributes(old, f"file://{folder}/b/bundle")
+
+
+def test_changes_of_the_bundle_in_use_that_the_new_one_lacks_are_named(
+    bundles: tuple[Path, Corpus], tmp_path: Path
+) -> None:
+    folder, _ = bundles
+    old, new, changed = folder / "a/bundle", folder / "b/bundle", tmp_path / "changed"
+    assert lost_changes(str(old), str(new)) == []
+    plain = write_bundle_of(tmp_path / "plain", "texts")
+    [probabilities] = lost_changes(str(old), str(plain))
+    assert f"{plain} gives no probabilities" in probabilities
+    labels = [NewLabel("extra", "some words"), NewLabel("label20", "label 20")]
+    add_labels(old, labels, changed)
+    remove_labels(changed, ["label1", "label2"])
+    add_labels(changed, [NewLabel("label2", "back again")])
+    lacks, answers = lost_changes(str(changed), str(new))
+    assert "lacks 1 labels that joined" in lacks
+    assert "such as 'extra'" in lacks
+    assert "answers 1 labels that were removed" in answers
+    assert "such as 'label1'" in answers
