@@ -95,6 +95,19 @@ def test_a_rejected_row_does_not_claim_its_uid(tmp_path: Path) -> None:
     assert [(row.uid, row.label_ids) for row in rows] == [("x", (1,))]
 
 
+def test_queries_that_name_a_malformed_label_keep_their_labels(tmp_path: Path) -> None:
+    queries = b'{"uid": "q", "labels": ["a", "b", "c"]}\n{"uid": "r", "labels": ["", "d"]}\n'
+    folder = folder_with(tmp_path, queries)
+    (folder / "labels.jsonl").write_text(
+        '{"uid": "a"}\n{"uid": "b", "text": 1}\n{"uid": "c", "text": 1}\n{"uid": "c"}\n{"uid": []}\n'
+    )
+    bad: list[BadRow] = []
+    rows = list(detect(folder).queries("train", 5, bad.append))
+    # The label "c" is the well-formed one.
+    assert [(row.uid, row.label_ids) for row in rows] == [("q", (0, 1, 3))]
+    assert [row.line for row in bad] == [2]
+
+
 def test_a_number_of_a_row_that_is_the_uid_of_another_is_said(tmp_path: Path) -> None:
     bad: list[BadRow] = []
     read(folder_with(tmp_path, b'{"uid": "1"}\n{"text": "no uid"}\n'), bad)

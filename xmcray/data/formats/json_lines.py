@@ -252,17 +252,36 @@ class Records:
     def labels(self, folder: Path, on_bad: OnBad) -> Iterator[Row]:
         """All labels in file order."""
         parser = RowParser(self._fields(folder, self.label_fields), None, dict)
-        return self._rows(folder, "labels", parser, on_bad)
+        return self._rows(folder, "labels", parser.parse, on_bad)
 
     def queries(self, folder: Path, split: str, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         """All queries of a split in file order."""
 
         def label_rows() -> dict[str, int]:
-            # Bad labels were reported when the labels were read.
-            return {label.uid: label.row for label in self.labels(folder, lambda bad: None)}
+            return self._label_rows(folder)
 
         parser = RowParser(self._fields(folder, self.query_fields), num_labels, label_rows)
-        return self._rows(folder, split, parser, on_bad)
+        return self._rows(folder, split, parser.parse, on_bad)
+
+    def _label_rows(self, folder: Path) -> dict[str, int]:
+        """The row of each label by its uid.
+
+        A bad label is there too, if its uid can be read and no other label has it: queries that name
+        it keep their other labels, as those do that name it by its row.
+        """
+        parser = RowParser(self._fields(folder, self.label_fields), None, dict)
+        bad_rows: dict[str, int] = {}
+
+        def parse(record: Record, row: int) -> Row:
+            try:
+                return parser.parse(record, row)
+            except BadValue:
+                bad_rows.setdefault(parser.uid(record, row), row)
+                raise
+
+        # Bad labels were reported when the labels were read.
+        good = self._rows(folder, "labels", parse, lambda bad: None)
+        return bad_rows | {label.uid: label.row for label in good}
 
     def files(self, folder: Path, split: str) -> Iterator[FileStart]:
         """The files of "train", "test" or "labels", in order."""
@@ -311,14 +330,16 @@ class Records:
             return Fields(text="title", parts=(), labels=fields.labels, relevance=fields.relevance)
         return fields
 
-    def _rows(self, folder: Path, name: str, parser: RowParser, on_bad: OnBad) -> Iterator[Row]:
+    def _rows(
+        self, folder: Path, name: str, parse: Callable[[Record, int], Row], on_bad: OnBad
+    ) -> Iterator[Row]:
         """All valid rows of "train", "test" or "labels" in file order."""
         for start in self.files(folder, name):
             records = self.kind.records(start.path)
             yield from rows_of(
                 records,
                 start.path,
-                parser.parse,
+                parse,
                 on_bad,
                 first_row=start.row,
                 first_line=start.line,
