@@ -17,6 +17,7 @@ from corpora import planted_corpus
 from operations import BATCHES, add, operations_after
 
 from xmcray.data.corpus import Corpus
+from xmcray.data.text_splits import TextSplits
 from xmcray.errors import XmcrayError
 from xmcray.evaluation.predictions import (
     predictions_to_top_labels,
@@ -219,7 +220,7 @@ def read_events(path: Path) -> str:
     """Exports an event log."""
     out = path.with_name(f"{path.name}-exported")
     try:
-        exported = export_events(path, "m", out)
+        exported = export_events(path, "m", out, split_of=TextSplits(0.1))
         files = sorted(out.glob("*.jsonl"))
         return _fingerprint([exported, *(file.read_text() for file in files)])
     finally:

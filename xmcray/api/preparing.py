@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
@@ -274,7 +274,10 @@ def events(
             f"after is {after} and hold_out {hold_out:g}, expected a number of an event and a share"
             " below 1"
         )
+    import numpy as np
+
     from xmcray.data.corpus import Corpus
+    from xmcray.data.text_splits import TextSplits
     from xmcray.serving.event_export import GRADES, export_events
 
     for name, grade in (grades or {}).items():
@@ -289,13 +292,19 @@ def events(
             # Other characters than these also end a line of `splitlines`.
             lines = Path(texts).read_text(encoding="utf-8-sig").split("\n")
             texts_read = [line for line in lines if line]
+    known_labels: Container[str] = ()
+    split_of = TextSplits(hold_out)
+    if data is not None:
+        corpus = Corpus.open(os.fspath(data), verify=False)
+        known_labels = set(corpus.label_uids(np.arange(corpus.card.num_labels)))
+        split_of = TextSplits.of(corpus, hold_out)
     return export_events(
         Path(state_dir),
         model,
         Path(out),
+        split_of=split_of,
         after=after,
         grades=grades,
-        hold_out=hold_out,
-        corpus=None if data is None else Corpus.open(os.fspath(data), verify=False),
+        known_labels=known_labels,
         texts=texts_read,
     )

@@ -12,15 +12,12 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
 
 from xmcray.types import find_sorted, spans
-
-if TYPE_CHECKING:
-    from xmcray.data.corpus import Corpus
 
 Keys = npt.NDArray[np.uint64]
 
@@ -36,7 +33,6 @@ _ONLY_CASE = "labels: text differs from another label only in case"
 COUNTED = (LEAKS, _ONLY_CASE, *_REPEATED.values())
 NO_KEYS: Keys = np.empty(0, np.uint64)
 _KEYS_AT_ONCE = 1 << 22
-_ROWS_AT_ONCE = 1 << 16
 
 
 def text_keys(texts: Iterable[str], with_case: bool = False) -> Keys:
@@ -56,20 +52,6 @@ def text_keys(texts: Iterable[str], with_case: bool = False) -> Keys:
         # Python's own hash of a text differs from process to process.
         digests += hashlib.blake2b(words.encode(errors="surrogatepass"), digest_size=8).digest()
     return np.frombuffer(digests, np.uint64)
-
-
-def query_keys(corpus: Corpus) -> dict[str, Keys]:
-    """The ascending keys of all query texts of a corpus, by split."""
-    keys = {}
-    for name in ("train", "test"):
-        if corpus.card.num_rows(name):
-            split = corpus.split(name)
-            parts = [
-                text_keys(split.texts(np.arange(span.start, span.stop)))
-                for span in spans(len(split), _ROWS_AT_ONCE)
-            ]
-            keys[name] = np.unique(np.concatenate(parts))
-    return keys
 
 
 def keys_by_name(split: str, texts: list[str]) -> dict[str, Keys]:

@@ -13,15 +13,11 @@ later, or removed from the server, is none of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from xmcray.data.corpus import Corpus
-from xmcray.data.text_keys import NO_KEYS, Keys, query_keys, text_keys
 from xmcray.errors import DataError, StorageError
 from xmcray.serving.event_files import event_files, read_lines
 from xmcray.serving.events import keyed_hash, redaction_key
@@ -29,12 +25,10 @@ from xmcray.serving.label_log import removed_labels
 from xmcray.serving.schema import EventName
 from xmcray.serving.state_folder import EVENTS, LABELS, folder_name
 from xmcray.storage.artifact import new_artifact, refuse_existing
-from xmcray.types import find_sorted
 
 KIND = "events"
 REMOVED_UIDS = "removed_labels.jsonl"  # as data/appended_labels.py reads it
 GRADES: Mapping[str, float] = {"click": 1.0, "accept": 2.0, "purchase": 3.0}
-_KEY_RANGE = 1 << 64
 
 
 class NoFeedbackError(DataError):
@@ -111,10 +105,10 @@ def export_events(
     model: str,
     out: str | Path,
     *,
+    split_of: Callable[[str], str],
     after: int = 0,
     grades: Mapping[str, float] | None = None,
-    hold_out: float = 0.1,
-    corpus: Corpus | None = None,
+    known_labels: Container[str] = (),
     texts: Sequence[str] = (),
 ) -> Exported:
     """Writes raw files of the feedback in an event log.
@@ -123,11 +117,10 @@ def export_events(
         state_dir: state folder of the server, which may run.
         model: name of the model.
         out: folder to write, which must not exist.
+        split_of: "train" or "test" for the text of a query; the same in every export.
         after: number of the last event of the export before.
         grades: relevance by event; `GRADES` holds for the others.
-        hold_out: share of the texts whose queries go to test.jsonl; the same texts every time.
-        corpus: what the files will be appended to. Texts of its labels are left out. A query with the
-            text of one of its queries goes to the split of that one, so that no test query is trained on.
+        known_labels: uids of labels whose texts are left out, because their corpus has them.
         texts: texts that redacted searches may have had.
     Raises:
         NoFeedbackError: there is no feedback after that event.
@@ -144,31 +137,24 @@ def export_events(
             f"{folder / EVENTS} has no label that users liked after event {after}, expected some;"
             " export again when there is more feedback"
         )
-    known_uids: Container[str] = ()
-    known_texts: Mapping[str, Keys] = {}
-    if corpus is not None:
-        known_uids = set(corpus.label_uids(np.arange(corpus.card.num_labels)))
-        known_texts = query_keys(corpus)
     about: dict[str, Any] = {"model": model}
     with new_artifact(out, KIND, about) as target:
-        num_rows = {"train": 0, "test": 0}
-        for split in num_rows:
-            of_split = [
-                query for query in queries if _split(query.text, hold_out, known_texts) == split
-            ]
-            rows = [query.row() for query in of_split]
-            num_rows[split] = _write(target / f"{split}.jsonl", rows)
+        rows: dict[str, list[dict[str, Any]]] = {"train": [], "test": []}
+        for query in queries:
+            rows[split_of(query.text)].append(query.row())
+        for split, rows_of_split in rows.items():
+            _write(target / f"{split}.jsonl", rows_of_split)
         label_rows = {}
         for query in queries:
             for uid in query.relevance:
-                text = "" if uid in known_uids else reading.label_texts[uid]
+                text = "" if uid in known_labels else reading.label_texts[uid]
                 label_rows[uid] = {"uid": uid, "text": text}
         _write(target / REMOVED_UIDS, [{"uid": uid} for uid in sorted(removed)])
         exported = Exported(
             first=after + 1,
             last=reading.last,
-            train=num_rows["train"],
-            test=num_rows["test"],
+            train=len(rows["train"]),
+            test=len(rows["test"]),
             labels=_write(target / "labels.jsonl", list(label_rows.values())),
             left_out=reading.num_unknown + len(reading.queries) - len(queries),
         )
@@ -301,23 +287,6 @@ class _Reading:
             return {}
         key = redaction_key(self._folder)
         return {keyed_hash(text, key): text for text in self._texts}
-
-
-def _split(text: str, hold_out: float, known_texts: Mapping[str, Keys]) -> str:
-    """The split of a text: that of the same text in the corpus, or else drawn by its hash.
-
-    So a text is in one split, however often it is searched for and exported.
-    """
-    keys = text_keys([text])
-    if not len(keys):
-        return "train"
-    for split in ("test", "train"):
-        _, is_there = find_sorted(known_texts.get(split, NO_KEYS), keys)
-        if is_there[0]:
-            return split
-    # A key as a random number from 0 to 1.
-    share = int(keys[0]) / _KEY_RANGE
-    return "test" if share < hold_out else "train"
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> int:
