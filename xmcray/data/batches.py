@@ -141,7 +141,7 @@ class TrainingData:
         object.__setattr__(self, "validation_rows", validation_rows)
 
     def check_held_out(self) -> None:
-        """Raises ConfigError if no query is held out, by which something would be chosen."""
+        """Raises ConfigError if no query is held out, because nothing can be chosen then."""
         if len(self.validation_rows):
             return
         raise ConfigError(

@@ -1,8 +1,8 @@
 """Texts that several rows have: duplicates, test queries among the training queries, labels that
 differ only in case.
 
-Two texts count as equal if they are so up to case and white space. They are compared by 64-bit keys,
-which are collected in nameless files, so that 10^8 of them take no memory.
+Texts that differ only in case or white space count as equal. They are compared by 64-bit keys, which
+are collected in nameless files, so that 10^8 of them take no memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Keys = npt.NDArray[np.uint64]
 
 LABELS_WITH_CASE = "labels with case"
 LEAKS = "test: text of a training query"
-# By split, what rows are called that repeat the text of another one.
+# What the card calls rows that repeat the text of another one, by split.
 _REPEATED = {
     "train": "train: text of an earlier training query",
     "test": "test: text of an earlier test query",
@@ -82,7 +82,7 @@ class TextKeys:
             self._files[name].write(values.tobytes())
 
     def odd_rows(self) -> Counter[str]:
-        """The number of rows whose text another row has, by what they are called."""
+        """The number of rows that share their text with another one, by what the card calls them."""
         odd: Counter[str] = Counter()
         keys = {name: self._sorted(name) for name in ("labels", *_REPEATED)}
         for name, reason in _REPEATED.items():
@@ -93,7 +93,7 @@ class TextKeys:
         return odd
 
     def close(self) -> None:
-        """Ends the files. NFS shows a nameless file under a name of its own as long as it is open."""
+        """Closes the files, which removes them. On NFS a nameless file has a name while it is open."""
         for file in self._files.values():
             file.close()
 

@@ -211,7 +211,7 @@ class CorpusWriter:
                 # Side vectors, such as those of images, can stand for texts.
                 num_without["text"] = 0
             for missing, count in num_without.items():
-                if not 0 < num_rows == count:
+                if num_rows == 0 or count < num_rows:
                     continue
                 kind = "training" if split == "train" else split
                 kind = f"new {kind}" if self.earlier_rows else kind

@@ -202,7 +202,7 @@ class Memory:
         return self.rows.search(query_BD, width, numbers=numbers, names=names, exact=scope.exact)
 
 
-def remember(
+def memory_writer(
     corpus: Corpus,
     encode: Callable[[Ragged], Float32Array],
     config: MemoryConfig,

@@ -183,7 +183,11 @@ class Retriever:
 
     @property
     def needs_texts(self) -> bool:
-        """Whether token ids do not say enough: words count too, or members have own tokenizers."""
+        """Whether a search needs the texts of queries, because token ids do not say enough.
+
+        That is so if words are compared, if several members have tokenizers of their own, or if a
+        reranker reads the texts.
+        """
         compares_words = self.fusion is not None and self.fusion.words is not None
         return compares_words or len(self.members) > 1 or self.reranker is not None
 
@@ -314,8 +318,8 @@ class Retriever:
                 compares words needs texts.
             k: answers per query, 1 .. L.
             exclude: B lists of source label ids that are masked before the k best are taken.
-            exact: compare all rows, whatever the index. This tells the index's error from the
-                model's.
+            exact: compare all rows, whatever the index. So errors of the index can be told from
+                errors of the model.
             memory: how training queries vote, in place of the bundle's own settings.
             vectors: float32 [B, W], side vectors of texts, if they have some.
         Raises:
@@ -442,7 +446,7 @@ class Retriever:
             ConfigError: the bundle is not calibrated, or the request changes how it answers.
         """
         if min_probability is not None:
-            has_probabilities = self.calibration is not None and self._answers_by_itself(memory)
+            has_probabilities = self.calibration is not None and self._uses_own_settings(memory)
             check_min_probability(min_probability, has_probabilities)
 
     def num_ranked(self, k: int) -> int:
@@ -464,7 +468,7 @@ class Retriever:
             raise ConfigError(NO_TEXTS)
         return self.reranker.reordered(texts, top, self.labels, k, pair_scores)
 
-    def _answers_by_itself(self, memory: MemoryConfig | None) -> bool:
+    def _uses_own_settings(self, memory: MemoryConfig | None) -> bool:
         """Whether a request leaves the bundle's own settings as they are."""
         if memory is None:
             return True
@@ -474,7 +478,7 @@ class Retriever:
         self, top: TopLabels, neighbours: Neighbours, memory: MemoryConfig | None
     ) -> TopLabels:
         """Answers with probabilities, if the bundle has any for these settings."""
-        if self.calibration is None or not self._answers_by_itself(memory):
+        if self.calibration is None or not self._uses_own_settings(memory):
             return top
         return self.calibration.with_probabilities(top, neighbours.labels)
 

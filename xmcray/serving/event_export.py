@@ -20,7 +20,7 @@ from typing import Any
 
 from xmcray.errors import DataError, StorageError
 from xmcray.serving.event_files import event_files, read_lines
-from xmcray.serving.events import keyed_hash, redaction_key
+from xmcray.serving.events import KEY, keyed_hash, redaction_key
 from xmcray.serving.label_log import removed_labels
 from xmcray.serving.schema import EventName
 from xmcray.serving.state_folder import EVENTS, LABELS, folder_name
@@ -156,7 +156,7 @@ def export_events(
             train=len(rows["train"]),
             test=len(rows["test"]),
             labels=_write(target / "labels.jsonl", list(label_rows.values())),
-            left_out=reading.num_unknown + len(reading.queries) - len(queries),
+            left_out=len(reading.unknown) + len(reading.queries) - len(queries),
         )
         about |= asdict(exported)
     return exported
@@ -181,7 +181,7 @@ class _Reading:
         queries: by search and place of the text.
         label_texts: the newest text of each label with feedback.
         last: number of the last event.
-        num_unknown: texts with feedback whose search or text is not known.
+        unknown: request id and place of texts with feedback whose search or text is not known.
     """
 
     def __init__(
@@ -200,15 +200,10 @@ class _Reading:
         self._after = after
         self._grades = grades
         self._texts = texts
-        self._unknown: set[tuple[str, int]] = set()
+        self.unknown: set[tuple[str, int]] = set()
         # Number and event of the newest search of each request id that has feedback.
         self._searches: dict[str, tuple[int, Mapping[str, Any]]] = {}
         self._text_by_hash: dict[str, str] = {}
-
-    @property
-    def num_unknown(self) -> int:
-        """See above."""
-        return len(self._unknown)
 
     def read(self) -> None:
         """Reads all events, in order."""
@@ -226,7 +221,7 @@ class _Reading:
                 self.label_texts[event["label"]] = event["label_text"]
                 query = self._query_of(event, number, at)
                 if query is None:
-                    self._unknown.add((request, int(event["text"])))
+                    self.unknown.add((request, int(event["text"])))
                 else:
                     query.add(event["label"], event["event"], self._grades)
 
@@ -283,7 +278,8 @@ class _Reading:
 
     def _hashed_texts(self) -> dict[str, str]:
         """The texts that redacted searches may have had, by hash."""
-        if not self._texts:
+        # An export makes no key: without one, nothing was redacted.
+        if not self._texts or not (self._folder / KEY).exists():
             return {}
         key = redaction_key(self._folder)
         return {keyed_hash(text, key): text for text in self._texts}

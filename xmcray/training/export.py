@@ -21,7 +21,7 @@ from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.calibration import Calibration
 from xmcray.retrieval.index_spec import answer_spec
-from xmcray.retrieval.memory import remember
+from xmcray.retrieval.memory import memory_writer
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ShardBuild
 from xmcray.storage.artifact import refuse_existing
@@ -71,7 +71,8 @@ def export_run(
     check_corpus(run, corpus)
     data = TrainingData(corpus, run.config.data)
     num_labels = corpus.card.num_labels
-    # The encoder is whole in it; other blocks of labels are read one after the other below.
+    # Each block of labels comes with the whole encoder. `_label_vectors` reads the other blocks one
+    # after another.
     first_block = LabelPartition(num_labels, _num_blocks(num_labels), 0)
     setup = _trained(run, last, data, first_block)
 
@@ -82,7 +83,7 @@ def export_run(
 
     predictor = None
     if run.config.memory is not None:
-        predictor = remember(corpus, encode, run.config.memory, spec, relevance=data.relevance)
+        predictor = memory_writer(corpus, encode, run.config.memory, spec, relevance=data.relevance)
     model = BundleModel(
         encoder=last.path / "encoder",
         head=setup.method.head,
@@ -127,10 +128,10 @@ def _label_side(setup: Setup, last: Checkpoint, num_labels: int) -> LabelSide:
 def _calibrator(
     run: Run, corpus: Corpus, data: TrainingData
 ) -> Callable[[Path], Calibration | None]:
-    """Makes the probabilities of a bundle's answers, if there are queries it was not trained on.
+    """Returns a function that makes the probabilities of a bundle's answers, or None if it cannot.
 
-    The curves of a run with --refit are those of RUN/selection, which held queries out. They are
-    those of its last epoch. If the refit ended much earlier, its inner products are others.
+    A refit held none out, so it gets the curves of RUN/selection, which are of the selection's last
+    epoch. If the refit has far fewer epochs, its scores differ too much, and it gets no curves.
 
     A run that goes on from another one holds out new queries alone. If they are few, curves that are
     fitted to them would be chance, and those of the other run's bundle are taken.
@@ -161,7 +162,7 @@ def _calibrator(
 
 
 def check_refit(run: Run) -> None:
-    """Raises ConfigError if a refit ended so early that the curves of its selection are not its own."""
+    """Raises ConfigError if a refit ended so early that the curves of its selection do not fit it."""
     num_epochs = run.config.optim.num_epochs
     num_selected = Run.open(run.path / SELECTION).config.optim.num_epochs
     if num_epochs < LEAST_SHARE * num_selected:
@@ -296,7 +297,7 @@ def _trained(run: Run, last: Checkpoint, data: TrainingData, partition: LabelPar
 def _label_vectors(
     run: Run, last: Checkpoint, data: TrainingData, first: Setup
 ) -> Iterator[Float32Array]:
-    """Label vectors float32 [n, D] in internal order, whatever ranks trained them.
+    """Label vectors float32 [n, D] in internal order, on however many ranks they were trained.
 
     Args:
         run: The run.

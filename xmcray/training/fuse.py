@@ -30,7 +30,7 @@ from xmcray.retrieval.calibration import FOLDER as CALIBRATION
 from xmcray.retrieval.calibration import Calibration
 from xmcray.retrieval.fused import MEMBERS, FusedPredictor
 from xmcray.retrieval.index_spec import IndexSpec
-from xmcray.retrieval.memory import remember, remembered_rows
+from xmcray.retrieval.memory import memory_writer, remembered_rows
 from xmcray.retrieval.parts import Candidates, MemberConfig, PartsConfig
 from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.retriever import Retriever
@@ -105,7 +105,8 @@ def fuse(
         retokenized: the same queries and labels prepared with other tokenizers, if a run was
             trained on these.
         metrics: the metrics whose mean is maximised, of `part_weights.SUMMED`.
-        most_queries: held-out queries by which weights are chosen; fewer take less time.
+        most_queries: at most so many held-out queries choose the weights. Fewer take less time; more
+            than MOST_QUERIES have no effect.
         choice: weights that were chosen before; `paths` are the runs of its members, in order.
         threads: of building indexes.
         progress: called with the number of training queries encoded so far for a member.
@@ -127,9 +128,13 @@ def fuse(
     target = Path(tempfile.gettempdir(), "bundle") if is_url(out) else Path(out).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
     with unfinished_folder(target.parent, f"{target.name}.fusing") as folder:
-        write = _MemberWriter(folder, threads, progress)
-        selected = [write(source.selected, source.corpus) for source in sources]
-        words = _write_words(corpus, write.folder / WORDS)
+        selected = [
+            _write_member(
+                source.selected, source.corpus, folder / f"selected-{place}", threads, progress
+            )
+            for place, source in enumerate(sources)
+        ]
+        words = _write_words(corpus, folder / WORDS)
         if choice is None:
             if len(held_out) < FEW_QUERIES:
                 logger.warning(
@@ -137,9 +142,24 @@ def fuse(
                     " data.validation",
                     len(held_out),
                 )
-            chosen_by = _spread(held_out, most_queries)
-            choice = _chosen(selected, words, corpus, chosen_by, metrics)
-        return _fuse(sources, selected, words, corpus, held_out, choice, write, out)
+            choosing_rows = _spread(held_out, most_queries)
+            choice = _choose_weights(selected, words, corpus, choosing_rows, metrics, folder)
+        kept = _kept_members(selected, choice.config)
+        chosen = [selected[place] for place in kept]
+        _put_together(chosen, words, folder / "chosen", choice.config, {})
+        retriever = Retriever.load(folder / "chosen")
+        calibration = fit_calibration(retriever, sources[kept[0]].corpus, held_out)
+        members: list[Path] = []
+        for place in kept:
+            source = sources[place]
+            member = selected[place]
+            if source.final != source.selected:
+                member = folder / f"final-{place}"
+                _write_member(source.final, source.corpus, member, threads, progress)
+            members.append(member)
+        about = {"fused": choice.plain()}
+        _put_together(members, words, out, choice.config, about, calibration)
+    return choice
 
 
 def _check_metric(name: str) -> None:
@@ -153,71 +173,13 @@ def _check_metric(name: str) -> None:
     raise ConfigError(configs.unknown("metric", name, SUMMED))
 
 
-def _chosen(
-    selected: Sequence[Path],
-    words: Path,
-    corpus: Corpus,
-    rows: Int64Array,
-    metrics: Sequence[str],
-) -> Choice:
-    """Chooses the weights of parts, which lie in one folder."""
-    start = _all_parts(selected)
-    trial = words.parent / "trial"
-    _put_together(selected, words, trial, start, {})
-    return _choose(trial, corpus, rows, metrics, start)
-
-
-def _fuse(
-    sources: Sequence[_Source],
-    selected: Sequence[Path],
-    words: Path,
-    corpus: Corpus,
-    held_out: Int64Array,
-    choice: Choice,
-    write: _MemberWriter,
-    out: str | Path,
-) -> Choice:
-    """See `fuse`. Parts are written into the folder of `write`."""
-    kept = list(range(len(selected)))
-    if len(choice.config.members) < len(selected):
-        # Members of which no part stays are left out.
-        names = [member.name for member in _all_parts(selected).members]
-        kept = [names.index(member.name) for member in choice.config.members]
-    chosen = [selected[place] for place in kept]
-    _put_together(chosen, words, write.folder / "chosen", choice.config, {})
-    retriever = Retriever.load(write.folder / "chosen")
-    calibration = fit_calibration(retriever, sources[kept[0]].corpus, held_out)
-    members: list[Path] = []
-    for place in kept:
-        source = sources[place]
-        is_final = source.final == source.selected
-        members.append(selected[place] if is_final else write(source.final, source.corpus))
-    about = {"fused": choice.plain()}
-    _put_together(members, words, out, choice.config, about, calibration)
-    return choice
-
-
-@dataclass
-class _MemberWriter:
-    """Writes bundles with a memory, as parts of a fused bundle, into a folder.
-
-    Attributes:
-        folder: where they are written.
-        threads: of building indexes.
-        progress: called with the number of training queries encoded so far for a member.
-        num_written: number of members so far.
-    """
-
-    folder: Path
-    threads: int
-    progress: Progress | None
-    num_written: int = 0
-
-    def __call__(self, source: str, corpus: Corpus) -> Path:
-        """Writes one; returns its folder."""
-        target = self.folder / str(self.num_written)
-        self.num_written += 1
-        return _write_member(source, corpus, target, self.threads, self.progress)
+def _kept_members(selected: Sequence[Path], config: PartsConfig) -> list[int]:
+    """Places of the members of which a part stays."""
+    if len(config.members) == len(selected):
+        # Weights that were chosen before may have other names of members.
+        return list(range(len(selected)))
+    names = [member.name for member in _all_parts(selected).members]
+    return [names.index(member.name) for member in config.members]
 
 
 @dataclass(frozen=True)
@@ -236,7 +198,7 @@ class _Source:
 
 
 def _source(path: str, corpora: Sequence[Corpus]) -> _Source:
-    """Finds the bundles of a run or bundle, and its corpus: the first one if none is its own."""
+    """Finds the bundles of a run or bundle, and its corpus: the first of `corpora` if none is its own."""
     folder = Path(path)
     if not (folder / "run.json").is_file():
         _, manifest = open_artifact(path, KIND, contents=False)
@@ -358,7 +320,7 @@ def _write_member(
     linked: dict[str, FileEntry] = {}
     with new_artifact(target, KIND, manifest.about, linked) as made:
         relevance = relevance_of(manifest.about, corpus)
-        write = remember(corpus, encode, MemoryConfig(), MEMORY_INDEX, threads, relevance)
+        write = memory_writer(corpus, encode, MemoryConfig(), MEMORY_INDEX, threads, relevance)
         memory = write(made)
         predictor = {
             "kind": "fused",
@@ -388,7 +350,10 @@ class _Encoder:
 
 
 def _all_parts(members: Sequence[Path]) -> PartsConfig:
-    """Every part of some members; by these the candidates are found among which is chosen."""
+    """Settings that use every part of the members.
+
+    Candidates are found with them, and weights are chosen on these candidates.
+    """
     names = _names([read_settings(member).method for member in members])
     return PartsConfig(
         members=tuple(MemberConfig(name=name, memory=1.0) for name in names),
@@ -414,15 +379,18 @@ def _names(methods: Sequence[str]) -> list[str]:
     return names
 
 
-def _choose(
-    trial: Path,
+def _choose_weights(
+    selected: Sequence[Path],
+    words: Path,
     corpus: Corpus,
     rows: Int64Array,
     metrics: Sequence[str],
-    start: PartsConfig,
+    folder: Path,
 ) -> Choice:
-    """Chooses weights by the answers of a trial bundle to held-out queries."""
-    retriever = without_voters(Retriever.load(trial), corpus, rows)
+    """Chooses weights by the answers of a bundle of all parts, FOLDER/trial, to held-out queries."""
+    start = _all_parts(selected)
+    _put_together(selected, words, folder / "trial", start, {})
+    retriever = without_voters(Retriever.load(folder / "trial"), corpus, rows)
     assert retriever.fusion is not None
     predictor = FusedPredictor(retriever.fusion, retriever.members)
     train = corpus.split("train")

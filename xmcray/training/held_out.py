@@ -16,7 +16,7 @@ from xmcray.data.relevance import Relevance
 from xmcray.errors import ConfigError, DataError
 from xmcray.retrieval.memory import RememberedQueries, rows_of_memory
 from xmcray.retrieval.retriever import Retriever
-from xmcray.types import Int64Array
+from xmcray.types import Int64Array, find_sorted
 
 
 def held_out_by(bundle: str, about: Mapping[str, Any], corpus: Corpus) -> TrainingData:
@@ -102,7 +102,7 @@ def without_voters(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Re
     Args:
         retriever: any bundle.
         corpus: its corpus.
-        rows: rows of the training split.
+        rows: rows of the training split, each of which the memory holds.
     Raises:
         DataError: the memory was made of another corpus.
     """
@@ -115,7 +115,8 @@ def without_voters(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Re
     if queries is None:
         return retriever
     memory_rows = rows_of_memory(queries, corpus)
-    hidden = np.searchsorted(memory_rows, rows).astype(np.int64)
+    hidden, is_remembered = find_sorted(memory_rows, rows)
+    assert is_remembered.all()
     queries = dataclasses.replace(queries, hidden=hidden)
     members: list[Retriever] = []
     for member in (retriever, *retriever.others):

@@ -19,7 +19,7 @@ from xmcray.retrieval import bundle as bundles
 from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.labels import carry_attributes
-from xmcray.retrieval.memory import remember
+from xmcray.retrieval.memory import memory_writer
 from xmcray.retrieval.query_encoder import CHUNK, QueryEncoder
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ShardBuild
@@ -91,7 +91,7 @@ def memory_bundle(
     )
     sample = sample_rows(len(train), seed=0)
     build = ShardBuild(spec=spec, queries=encode(train.tokens(sample)))
-    predictor = remember(corpus, encode, config or MemoryConfig(), spec, relevance=relevance)
+    predictor = memory_writer(corpus, encode, config or MemoryConfig(), spec, relevance=relevance)
     write_bundle(out, model, labels, build, about=about, predictor=predictor)
     if is_of_corpus:
         carry_attributes(encoder, out)

@@ -20,6 +20,7 @@ from xmcray.evaluation.metrics import MAIN_METRICS
 from xmcray.retrieval.bundle import LABEL_BLOCK
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.uid_index import UidIndex
+from xmcray.training.probability_curves import FEW_QUERIES
 from xmcray.types import Int64Array, Ragged, TopLabels
 
 SPLIT = "test"  # no run is trained on it
@@ -67,9 +68,10 @@ class Verdict:
 
     @property
     def accepted(self) -> bool:
-        """Whether the new bundle is better, or not worse by the margin on enough queries."""
+        """Whether the new bundle is better, or not worse by the margin, on enough queries."""
+        is_better = self.row.low > 0 and self.num_queries >= FEW_QUERIES
         is_not_worse = self.row.low > -self.margin
-        return self.row.low > 0 or (is_not_worse and self.num_queries >= min_queries(self.margin))
+        return is_better or (is_not_worse and self.num_queries >= min_queries(self.margin))
 
     def check(self) -> None:
         """Raises NotPromotedError unless the new bundle is accepted."""
@@ -99,9 +101,10 @@ class Verdict:
 def min_queries(margin: float) -> int:
     """Queries by which a new bundle can be judged.
 
-    The bootstrap does not know of losses that none of its queries shows. Of so many queries, a
-    bundle that loses all answers to a share `margin` of the queries shows one in 97.5 of 100 cases.
-    With a margin below the usual one the width of the interval decides.
+    The bootstrap knows of no loss that none of its queries shows. Suppose that a bundle loses all
+    answers to a share `margin` of all queries. Among this many test queries, at least one shows the
+    loss in 97.5 of 100 cases. A margin below MARGIN asks for no more: there the interval is wide
+    enough to refuse the bundle.
     """
     share = max(margin, MARGIN)
     if share >= 1:
@@ -133,7 +136,7 @@ def judge(
 
 
 def lost_changes(old: str, new: str) -> list[str]:
-    """What was done to the bundle in use and is missing in the new one, a line each.
+    """Changes made to the bundle in use that the new one lacks, one sentence each.
 
     Args:
         old: folder or URL of the bundle in use.
@@ -220,7 +223,7 @@ def measure_newest(
 
 
 def _without_removed(retriever: Retriever, corpus: Corpus) -> Retriever:
-    """The retriever as a server has it, from which the labels were removed."""
+    """The retriever without the labels that the corpus removed, which a server does not answer either."""
     bundle_ids = retriever.labels.ids_of(corpus.label_uids(corpus.removed_labels))
     if not bundle_ids:
         return retriever

@@ -45,7 +45,7 @@ from xmcray.training.export import last_checkpoint, open_corpus
 from xmcray.training.loop import Setup, build
 from xmcray.training.outcome import bundle_of
 from xmcray.training.run import SELECTION, START, Run, RunConfig
-from xmcray.types import Float32Array, Int64Array, id_blocks
+from xmcray.types import BoolArray, Float32Array, Int64Array, id_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -105,14 +105,14 @@ def settings_from(source: Run, method_name: str, corpus: Corpus) -> dict[str, An
 
 
 def begun_from(path: Path, source: Path) -> tuple[Run, dict[str, Any]] | None:
-    """What a run that has begun needs of the run that it goes on from, which may be gone.
+    """What a restarted run needs of the run that it goes on from, which may be gone.
 
     Args:
         path: folder of the run.
         source: folder of the run that it goes on from.
     Returns:
-        The other run, of which path and id alone are right, and the settings of this one; None if it
-        has not begun, or goes on from elsewhere.
+        A stand-in for the other run, of which only path and id are right, and the settings that this
+        run was started with; None if it has not begun, or goes on from elsewhere.
     """
     if not (path / "run.json").is_file():
         return None
@@ -168,7 +168,7 @@ def write_start(path: Path, source: Run, config: RunConfig, corpus: Corpus) -> d
     state = setup.method.state_tensors()
     if state:
         _carry(source, last, checkpoints.STATE, state, old_ids, num_old)
-    _start_new_labels(source, old, corpus, setup, np.flatnonzero(old_ids < 0))
+    _start_new_labels(source, old, corpus, setup, old_ids < 0)
     folder = path / START
     # A process that was killed may have left an incomplete start.
     shutil.rmtree(folder, ignore_errors=True)
@@ -185,7 +185,7 @@ def write_start(path: Path, source: Run, config: RunConfig, corpus: Corpus) -> d
 
 
 def check_start(run: Run) -> None:
-    """Raises StorageError unless the start of a run is the one that run.json names."""
+    """Raises ConfigError unless RUN/start is the one that run.json names."""
     if run.start is None or run.result() is not None:
         return
     folder = run.path / START
@@ -382,7 +382,7 @@ def _row_types(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, to
 
 
 def _start_new_labels(
-    source: Run, old: Corpus, corpus: Corpus, setup: Setup, new_ids: Int64Array
+    source: Run, old: Corpus, corpus: Corpus, setup: Setup, is_new_L: BoolArray
 ) -> None:
     """Computes rows of new labels from their texts, by the label side of the earlier run's bundle.
 
@@ -393,11 +393,12 @@ def _start_new_labels(
         old: its corpus.
         corpus: the new corpus.
         setup: the model of the new run.
-        new_ids: int64, internal ids of the new labels.
+        is_new_L: bool, whether a label is new, by internal id.
     """
     spec = setup.method.bundle_spec
     columns = spec.label_side.row_columns
     makes_rows = columns > 0 or bool(spec.cluster_state)
+    new_ids = np.flatnonzero(is_new_L)
     new_ids = new_ids[setup.data.label_tokens(new_ids).lengths > 0]
     old_have_texts = len(old.labels_without_tokens()) < old.card.num_labels
     if not makes_rows or not len(new_ids) or not old_have_texts:
@@ -422,8 +423,7 @@ def _start_new_labels(
         if have_one_length(bundle_lengths):
             # The rows of the bundle have lost their lengths, so new rows get the mean length of trained
             # rows.
-            old_ids = np.setdiff1d(np.arange(len(table.weight_SD)), new_ids)
-            trained_rows = table.weight_SD[old_ids].float()
+            trained_rows = table.weight_SD[np.flatnonzero(~is_new_L)].float()
             mean_length = float(trained_rows.norm(dim=1).mean())
             new_rows *= mean_length / bundle_lengths.mean()
         table.weight_SD[new_ids] = new_rows.to(table.weight_SD)

@@ -18,10 +18,11 @@ from xmcray.storage.whole_files import exchange, publish, write_json
 from xmcray.training.fuse import fuse
 from xmcray.training.part_weights import Choice
 from xmcray.training.run import SELECTION
-from xmcray.tuning.auto_search import FATAL, Say
+from xmcray.tuning.auto_search import Say
 from xmcray.tuning.lanes import Lanes
 from xmcray.tuning.pacing import Limits, Pacer
 from xmcray.tuning.study import SHORTER, Attempt, Budget, Study, is_finished, minutes
+from xmcray.tuning.sweep import FATAL
 
 # Most trials that are fused. Encoding queries and choosing weights takes longer with each of them.
 MAX_MEMBERS = 5
@@ -84,7 +85,7 @@ class BundleMaker:
                     " start again with another --out"
                 )
             raise RunError(
-                f"no training was finished within {minutes(self.budget.search_s)}, the time of the"
+                f"no training was finished within {minutes(self.budget.search_end_s)}, the time of the"
                 " search; the same command with a larger --budget continues"
             )
         return best
@@ -162,7 +163,7 @@ class BundleMaker:
             return
         clock = self.study.clock
         name = f"{attempt.name} refit"
-        end_s = self.budget.refit_s - fuse_s
+        end_s = self.budget.refit_end_s - fuse_s
         # A refit trains only up to the best epoch of the trial. It may have begun in an earlier call.
         whole_s = attempt.seconds * attempt.best_epoch_share
         expected_s = whole_s - clock.seconds_of(name)

@@ -13,20 +13,18 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from xmcray.errors import ResourceError, StorageError, XmcrayError
+from xmcray.errors import XmcrayError
 from xmcray.tuning.lanes import Lanes
 from xmcray.tuning.pacing import Limits, Pacer, score_at_rung
 from xmcray.tuning.portfolio import Candidate
 from xmcray.tuning.space import problem_with
 from xmcray.tuning.study import SHORTER, Attempt, Budget, Study, is_finished, minutes
-from xmcray.tuning.sweep import State, Sweep
+from xmcray.tuning.sweep import FATAL, State, Sweep
 
 # Share of the budget for which a trial that is more than half done goes on after the search.
 GRACE_SHARE = 0.1
 # Share of the time left for the search that the first trial of a method may take.
 TRIAL_SHARE = 0.75
-# Errors that every other trial would meet too.
-FATAL = (ResourceError, StorageError)
 Say = Callable[[str], None]
 
 
@@ -75,7 +73,7 @@ class CandidateSearch:
     @property
     def left_s(self) -> float:
         """Seconds that are left for the search."""
-        return self.budget.search_s - self.study.clock.spent_s
+        return self.budget.search_end_s - self.study.clock.spent_s
 
     def _try(self, number: int) -> str:
         """Runs the trial of a candidate, and its repetitions with fewer epochs.
@@ -153,7 +151,7 @@ class CandidateSearch:
         # The first trial of a method leaves time for other methods.
         share = TRIAL_SHARE if is_first else 1.0
         return Limits(
-            end_s=self.budget.search_s,
+            end_s=self.budget.search_end_s,
             grace_s=GRACE_SHARE * self.budget.seconds,
             allowed_s=attempt.seconds + share * self.left_s,
             rival=lambda: self._rival_score(attempt),

@@ -24,13 +24,13 @@ from ray.tune.search import Searcher
 from ray.tune.stopper import Stopper
 
 from xmcray import draws, errors
-from xmcray.errors import ConfigError, ResourceError, StorageError, XmcrayError
+from xmcray.errors import ConfigError, ResourceError, XmcrayError
 from xmcray.ray_adapter import private
 from xmcray.ray_adapter.session import ray_session
 from xmcray.training.run import ClusterConfig
 from xmcray.tuning.proposals import OptunaProposals, Proposals, RandomProposals
 from xmcray.tuning.space import Values
-from xmcray.tuning.sweep import Sweep, Trial
+from xmcray.tuning.sweep import FATAL, Sweep, Trial
 from xmcray.tuning.trial import (
     EXPECTED_CPU_S,
     MISTAKE,
@@ -45,8 +45,6 @@ REDUCTION = 3
 # Memory that is reserved for an actor that trains with workers.
 _WAITING_ACTOR_BYTES = 256 << 20
 _UNLIMITED = 1 << 16  # trials whose index actors reserve nothing
-# Errors that every other trial would meet too.
-_FATAL = (ResourceError, StorageError)
 _ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # a run has its own records
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # an interrupt ends the sweep as it ends any command
@@ -317,7 +315,7 @@ class Guide(Searcher):
             return dict(first[number])
         return self.proposals.propose(number)
 
-    def hear(self, trial_id: str, kind: str, message: str) -> None:
+    def note_error(self, trial_id: str, kind: str, message: str) -> None:
         """Takes note of an error that ended a trial. Some errors end the whole sweep.
 
         Args:
@@ -328,11 +326,11 @@ class Guide(Searcher):
         error_type: type[XmcrayError] = getattr(errors, kind, XmcrayError)
         error = error_type(message)
         self._mistakes[trial_id] = error
-        if isinstance(error, _FATAL) and self.problem is None:
+        if isinstance(error, FATAL) and self.problem is None:
             self.problem = error
 
-    def stop(self, trial_id: str, reason: str) -> None:
-        """Takes note of why a trial is stopped; without a reason it is behind others.
+    def note_stop(self, trial_id: str, reason: str) -> None:
+        """Takes note of why a trial is stopped. A trial without a reason was behind others.
 
         Args:
             trial_id: Tune's name of the trial.
@@ -418,7 +416,7 @@ class TrialStopper(Stopper):
         """Whether a trial ends with this result."""
         if MISTAKE in result:
             kind, message = result[MISTAKE]
-            self.guide.hear(trial_id, kind, message)
+            self.guide.note_error(trial_id, kind, message)
         expected_cpu_s = float(result.get(EXPECTED_CPU_S, 0.0))
         if not 0 < self.limit_cpu_s < expected_cpu_s:
             return False
@@ -426,7 +424,7 @@ class TrialStopper(Stopper):
             f"it would take {expected_cpu_s:,.0f} s of CPU time,"
             f" and --trial-cpu-s allows {self.limit_cpu_s:,.0f}"
         )
-        self.guide.stop(trial_id, reason)
+        self.guide.note_stop(trial_id, reason)
         return True
 
     def stop_all(self) -> bool:

@@ -26,7 +26,7 @@ from xmcray.errors import ConfigError
 
 Value = Any  # number, text, boolean, or a list of them: what YAML can hold
 Values = dict[str, Value]  # by dotted name
-# A double holds each number of a step up to it.
+# Up to this number a double holds every step exactly.
 _MOST_STEPS = 2**53
 
 
@@ -299,7 +299,7 @@ def _parse(body: Any, where: str) -> Distribution:
     if not isinstance(values, list) or not values or "step" in body:
         raise ConfigError(f"{where}: choice is {values!r}, expected a list of values, and no step")
     for value in values:
-        # Its settings would pass by the list of those that cannot be searched.
+        # Settings in a section would escape the check for those that cannot be searched.
         if isinstance(value, Mapping):
             raise ConfigError(f"{where}: choice has {dict(value)!r}, expected values, no sections")
     return Choice(values=tuple(map(_as_number, values)))

@@ -62,12 +62,12 @@ class Budget:
     seconds: float
 
     @property
-    def search_s(self) -> float:
+    def search_end_s(self) -> float:
         """Seconds on the clock at which the search ends."""
         return SEARCH_SHARE * self.seconds
 
     @property
-    def refit_s(self) -> float:
+    def refit_end_s(self) -> float:
         """Seconds on the clock at which the last bundle must be finished."""
         return (1 - MEASURE_SHARE) * self.seconds
 

@@ -28,7 +28,7 @@ import yaml
 
 from xmcray import config as configs
 from xmcray.config import check_choice, check_choices, check_range
-from xmcray.errors import ConfigError, RunError, readable
+from xmcray.errors import ConfigError, ResourceError, RunError, StorageError, readable
 from xmcray.storage.whole_files import read_json, write_json, write_text
 from xmcray.storage.work_folder import FolderKind
 from xmcray.training.records import read_records
@@ -38,6 +38,8 @@ from xmcray.tuning.space import Space, Values, nested, parse_space
 
 # A process that is killed early may leave these two folders without a sweep.json.
 SWEEP_FOLDER = FolderKind("sweep", "sweep.json", ("ledger", "trials"))
+# Errors that every other trial would meet too.
+FATAL = (ResourceError, StorageError)
 State = Literal["finished", "stopped", "unfinished", "failed"]  # in the order of the ranking
 # The large files of a run; the rest is small.
 _LARGE = ("checkpoints", "negatives", "ray", "vectors", "bundle")

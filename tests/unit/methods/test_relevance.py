@@ -20,7 +20,7 @@ from xmcray.losses.bce import full_bce
 from xmcray.losses.pairs import Pairs
 from xmcray.methods.registry import method_names
 from xmcray.retrieval.index_spec import IndexSpec
-from xmcray.retrieval.memory import RememberedQueries, remember, remembered_rows
+from xmcray.retrieval.memory import RememberedQueries, memory_writer, remembered_rows
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.votes import MemoryConfig, count_votes
 from xmcray.training.held_out import relevance_of
@@ -248,7 +248,7 @@ def remembered(corpus: Corpus, relevance: Relevance, folder: Path) -> Remembered
         return np.full((len(tokens), 4), 0.5, np.float32)
 
     (folder / "memory").mkdir()
-    write = remember(corpus, encode, MemoryConfig(), IndexSpec(), relevance=relevance)
+    write = memory_writer(corpus, encode, MemoryConfig(), IndexSpec(), relevance=relevance)
     write(folder)
     return RememberedQueries.load(folder, len(remembered_rows(corpus)), 12)
 

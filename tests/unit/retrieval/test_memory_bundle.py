@@ -28,7 +28,7 @@ from xmcray.retrieval.bundle import read_attributes
 from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.labels import annotate_labels, remove_labels
-from xmcray.retrieval.memory import remember
+from xmcray.retrieval.memory import memory_writer
 from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ShardBuild
@@ -74,7 +74,7 @@ def make(
         labels,
         ShardBuild(spec=spec),
         {},
-        predictor=remember(corpus, encode, config, spec),
+        predictor=memory_writer(corpus, encode, config, spec),
     )
     return path
 

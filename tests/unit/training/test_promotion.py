@@ -64,6 +64,15 @@ def test_too_few_queries_are_refused_although_they_are_answered_alike() -> None:
     dataclasses.replace(few, margin=0.01).check()
 
 
+def test_a_better_bundle_needs_fewer_queries_but_not_a_handful() -> None:
+    equal = simulated_verdict(0, 0.0)
+    row = dataclasses.replace(equal.row, difference=0.02, low=0.01, high=0.03)
+    better = dataclasses.replace(equal, comparison=[row])
+    assert dataclasses.replace(better, num_queries=50).accepted
+    with pytest.raises(NotPromotedError, match="test with more queries"):
+        dataclasses.replace(better, num_queries=49).check()
+
+
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Corpus]:
     """A folder with the runs `a`, and `b` with more queries and labels; the corpus of `b`."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpora import corpus_of, grown_corpora
+from corpora import appended, corpus_of, grown_corpora
 from processes import kill_here, run_killed
 from safetensors.torch import load_file
 from shell import Shell, run_command, set_options
@@ -99,6 +99,28 @@ def test_every_method_goes_on_from_its_rows(
         for key, tensor in load_file(tmp_path / "b/start/step-00000000" / name).items():
             assert torch.equal(tensor, tensors[key]), key
     assert (tmp_path / "b/metrics.json").is_file()
+
+
+def test_rows_of_new_labels_are_as_long_as_trained_ones_whatever_has_no_text(
+    corpora: tuple[Corpus, Corpus], tmp_path: Path
+) -> None:
+    old, _ = corpora
+    raw = tmp_path / "raw"
+    shutil.copytree(old.path.parent / "new", raw)
+    labels = [json.loads(line) for line in (raw / "labels.jsonl").read_text().splitlines()]
+    for label in labels[NUM_OLD + 1 :]:
+        label["text"] = ""
+    (raw / "labels.jsonl").write_text("".join(json.dumps(label) + "\n" for label in labels))
+    new = appended(old, raw, tmp_path / "corpus")
+    # Long rows at the start, by which those without a text fall behind.
+    more = {**SETTINGS, "method.classifier.lr": 0.3}
+    assert run_command(command("unidec", old, tmp_path / "a", **more)) == 0
+    assert run_command(command("unidec", new, tmp_path / "b", f"--from {tmp_path}/a")) == 0
+    rows = rows_by_uid(Run.open(tmp_path / "b"), new, "start", "classifier")
+    length = {uid: float(np.linalg.norm(row["weight"])) for uid, row in rows.items()}
+    trained = np.mean([length[f"label{label}"] for label in range(NUM_OLD)])
+    assert length[f"label{NUM_OLD + 1}"] < 0.8 * trained, "the usual start"
+    assert length[f"label{NUM_OLD}"] == pytest.approx(trained, rel=0.05)
 
 
 def test_new_labels_and_queries_are_new_to_the_run(

@@ -128,10 +128,10 @@ def test_what_was_drawn_stays_drawn_and_ended_trials_do_not_come_back(tmp_path: 
     assert sweep.trial(2).values == fresh.sweep.trial(2).values, (
         "a function of seed and number alone"
     )
-    guide.hear("b", "OutOfMemoryError", "too much")
+    guide.note_error("b", "OutOfMemoryError", "too much")
     guide.on_trial_complete("b")
     guide.on_trial_complete("c", error=True)
-    guide.hear("a", "StorageError", "the disk is full")
+    guide.note_error("a", "StorageError", "the disk is full")
     guide.on_trial_complete("a")
     assert [(trial.number, trial.state) for trial in ended] == [(2, "failed"), (3, "failed")]
     assert "too much" in sweep.trial(2).message
