@@ -152,9 +152,9 @@ def lost_changes(old: str, new: str) -> list[str]:
         missing = set(joined) - after.labels.ids_of(joined).keys()
         if missing:
             lines.append(
-                f"{new} lacks {len(missing):,} labels that joined {old}, such as {min(missing)!r};"
-                " `xmcray labels add` adds them, but for those that joined on the server, which"
-                " adds them itself"
+                f"{new} lacks labels that joined {old} ({len(missing):,}, such as {min(missing)!r}); add"
+                " them with `xmcray labels add`, but for those that joined on the server, which adds"
+                " them itself"
             )
     removed, _ = before.labels.uids_and_texts(before.labels.removed)
     # A label that came back under another id is no loss.
@@ -162,11 +162,13 @@ def lost_changes(old: str, new: str) -> list[str]:
     back = after.labels.ids_of(gone).keys()
     if back:
         lines.append(
-            f"{new} answers {len(back):,} labels that were removed from {old}, such as"
-            f" {min(back)!r}; `xmcray labels remove` removes them"
+            f"{new} answers labels that were removed from {old} ({len(back):,}, such as"
+            f" {min(back)!r}); remove them with `xmcray labels remove`"
         )
     if before.calibration is not None and after.calibration is None:
-        lines.append(f"{new} gives no probabilities, and {old} does; `xmcray calibrate` adds them")
+        lines.append(
+            f"{new} gives no probabilities, and {old} does; add them with `xmcray calibrate`"
+        )
     return lines
 
 
