@@ -318,7 +318,7 @@ class Retriever:
                 compares words needs texts.
             k: answers per query, 1 .. L.
             exclude: B lists of source label ids that are masked before the k best are taken.
-            exact: compare all rows, whatever the index. So errors of the index can be told from
+            exact: compare all rows, whatever the index. So errors of the index can be separated from
                 errors of the model.
             memory: how training queries vote, in place of the bundle's own settings.
             vectors: float32 [B, W], side vectors of texts, if they have some.

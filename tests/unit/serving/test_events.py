@@ -106,6 +106,10 @@ async def test_a_text_of_the_corpus_stays_in_its_split(bundle: Path, tmp_path: P
         for text in texts:
             search = await one.search([text])
             await react(one, search, 0, "click")
+    # A log that was not redacted has no key, and an export makes none.
+    (tmp_path / "texts").write_text("a text of its own\n")
+    assert export(tmp_path, tmp_path / "with-texts", "--texts", f"{tmp_path}/texts") == 0
+    assert not list((tmp_path / "state").glob("**/key"))
     for hold_out, train, test in (("0", [0, 2], [1]), ("0.999999", [0], [1, 2])):
         raw = tmp_path / f"raw-{hold_out}"
         assert export(tmp_path, raw, "--data", str(corpus.path), "--hold-out", hold_out) == 0
