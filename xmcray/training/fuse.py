@@ -142,7 +142,7 @@ def fuse(
                     " data.validation",
                     len(held_out),
                 )
-            choosing_rows = _spread(held_out, most_queries)
+            choosing_rows = _evenly_spread(held_out, most_queries)
             choice = _choose_weights(selected, words, corpus, choosing_rows, metrics, folder)
         kept = _kept_members(selected, choice.config)
         chosen = [selected[place] for place in kept]
@@ -259,10 +259,10 @@ def _held_out(sources: Sequence[_Source]) -> Int64Array:
             "each training query was used by one of the runs, so none is left to choose weights by;"
             " train them with equal data.validation and data.seed"
         )
-    return _spread(rows, MOST_QUERIES)
+    return _evenly_spread(rows, MOST_QUERIES)
 
 
-def _spread(rows: Int64Array, most: int) -> Int64Array:
+def _evenly_spread(rows: Int64Array, most: int) -> Int64Array:
     """Some of the rows, evenly spread, so that the same runs give the same bundle."""
     if len(rows) <= most:
         return rows

@@ -60,7 +60,7 @@ def candidates(corpus: Corpus, methods: Sequence[str] = DEFAULT_METHODS) -> list
 
     Args:
         corpus: the corpus, whose size chooses the presets.
-        methods: names of the methods that are tried.
+        methods: names of the methods that are tried, in the order of `METHODS`.
     """
     has_transformer = _can_distil()
     presets = nearest_presets(corpus.card.num_labels, corpus.card.num_train)
@@ -128,12 +128,11 @@ def nearest_presets(num_labels: int, num_train: int) -> list[str]:
 
 def _order(methods: Sequence[str], presets: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
     """Yields method, preset, and whether the encoder is the one that the preset does not have."""
-    in_order = [method for method in METHODS if method in methods]
     for preset in presets:
         for is_other_encoder in (False, True):
             # Methods change fastest: different methods add more to each other than settings of one
             # method do.
-            for method in in_order:
+            for method in methods:
                 yield method, preset, is_other_encoder
 
 

@@ -171,9 +171,10 @@ class Study:
             RunError: the folder holds another study.
         """
         file = path / "auto.json"
+        methods = _in_order(methods)
         arguments = {
             "corpus_sha256": corpus.sha256,
-            "methods": _in_order(methods),
+            "methods": methods,
             "overrides": overrides,
         }
         if file.is_file():
