@@ -45,7 +45,7 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import train
 from xmcray.training.outcome import measure_bundle
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 METRICS = ("P@1", "P@5", "PSP@5")
 # With a transformer: MiniLM is frozen, because fifty trainings of all its weights would take days here.

@@ -25,7 +25,8 @@ from xmcray.evaluation.evaluate import Evaluation
 from xmcray.progress import watch_training
 from xmcray.training.launch import train
 from xmcray.training.outcome import finish
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 
 LIMITS: dict[str, tuple[float | None, ...]] = {
     "msdocs-seealso": (74.0, 33.5, 64.1),

@@ -32,7 +32,7 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ShardBuild
 from xmcray.training.launch import train
 from xmcray.training.outcome import bundle_of
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.types import Float32Array, Int64Array
 
 # In the other methods the vector of a label is that of its text, in training and after it.

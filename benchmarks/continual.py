@@ -42,7 +42,8 @@ from xmcray.storage.manifest import MANIFEST
 from xmcray.training.launch import train
 from xmcray.training.outcome import finish
 from xmcray.training.promotion import LAST, METRIC, judge, measure_newest
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 from xmcray.training.start import settings_from
 
 METRICS = ("P@1", "P@5", "PSP@5")

@@ -23,7 +23,7 @@ from xmcray.data.formats import detect
 from xmcray.data.sample import write_sample
 from xmcray.evaluation.evaluate import Evaluation, compare
 from xmcray.storage.manifest import MANIFEST, read_manifest
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 # Some benchmarks share helpers with the tests.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

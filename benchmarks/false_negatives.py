@@ -45,7 +45,7 @@ from xmcray.data.corpus import Corpus, Split
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import train
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.types import Int64Array, Ragged
 
 # The loss over hard and uniform labels, a triplet loss over the hardest ones, and ANCE.

@@ -37,7 +37,7 @@ from xmcray.planning.devices import SPECS, device_rates
 from xmcray.planning.estimate import BETWEEN_STEPS, INDEX, estimate
 from xmcray.planning.stand_in import StandInData
 from xmcray.training.loop import Setup, assemble
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.types import Batch
 
 LIMIT_BUSY = 0.95

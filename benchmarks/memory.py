@@ -29,7 +29,8 @@ from xmcray.data.corpus import Corpus
 from xmcray.negatives.refresh import RefreshSpec, run_version
 from xmcray.negatives.version_folder import VersionFolder
 from xmcray.training.loop import Loop, build
-from xmcray.training.run import Run, RunConfig, open_or_create
+from xmcray.training.run import Run, open_or_create
+from xmcray.training.run_config import RunConfig
 
 LIMIT_MB = 4000
 WORDS = 5000

@@ -66,7 +66,8 @@ from xmcray.training.memory import memory_bundle
 from xmcray.training.outcome import bundle_of, measure, measure_bundle, stored_answers
 from xmcray.training.part_weights import Choice
 from xmcray.training.records import read_records
-from xmcray.training.run import SELECTION, Run, RunConfig
+from xmcray.training.run import SELECTION, Run
+from xmcray.training.run_config import RunConfig
 from xmcray.tuning.inference import sweep_bundle
 from xmcray.tuning.space import nested, parse_space
 from xmcray.types import Float32Array, Int64Array, TopLabels

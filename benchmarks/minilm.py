@@ -38,7 +38,8 @@ from xmcray.training.export import export_run
 from xmcray.training.launch import train
 from xmcray.training.memory import memory_bundle
 from xmcray.training.outcome import measure_bundle
-from xmcray.training.run import VECTORS, RunConfig
+from xmcray.training.run import VECTORS
+from xmcray.training.run_config import RunConfig
 
 METRICS = ("P@1", "P@5", "PSP@5")
 STORE = Store("minilm")

@@ -35,7 +35,7 @@ from store import KEPT, Result, Store
 from xmcray.data.chunks import PackedShard
 from xmcray.data.corpus import Corpus
 from xmcray.retrieval.retriever import Retriever
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.types import Int64Array, Ragged
 
 SIBLINGS = 10

@@ -35,7 +35,8 @@ from xmcray.planning.plan import plan
 from xmcray.planning.probe import probe
 from xmcray.training.launch import train
 from xmcray.training.records import read_records
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 
 MEMORY_LIMIT = 0.15
 TIME_LIMIT = 0.30

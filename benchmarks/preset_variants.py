@@ -19,7 +19,8 @@ from xmcray.data.corpus import Corpus
 from xmcray.nn.distilled import distilled_tokens
 from xmcray.training.launch import train
 from xmcray.training.records import read_records
-from xmcray.training.run import VECTORS, RunConfig
+from xmcray.training.run import VECTORS
+from xmcray.training.run_config import RunConfig
 
 METRICS = ("P@1", "P@5", "PSP@5")
 PRESET = "the preset"

@@ -30,7 +30,8 @@ from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.training.launch import train
 from xmcray.training.loop import Loop, build
 from xmcray.training.records import read_records
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 
 RANKS = 2
 LIMIT = 0.95

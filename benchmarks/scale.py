@@ -55,7 +55,7 @@ from xmcray.training.launch import train
 from xmcray.training.loop import build
 from xmcray.training.process import worker_environment
 from xmcray.training.records import read_records
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.types import Shortlist
 
 KEPT = data_sets.CACHE / "scale"

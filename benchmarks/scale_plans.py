@@ -17,7 +17,7 @@ from xmcray.planning.devices import device_rates
 from xmcray.planning.estimate import Plan
 from xmcray.planning.plan import plan
 from xmcray.planning.tables import sections
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 

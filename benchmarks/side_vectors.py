@@ -31,7 +31,7 @@ from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.sample import write_sample
 from xmcray.data.side_signal import side_signal
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 PRESETS = (
     "astra/sample",

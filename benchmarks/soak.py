@@ -41,7 +41,8 @@ from xmcray.ray_adapter.session import start_ray
 from xmcray.storage.manifest import read_manifest
 from xmcray.storage.whole_files import write_json
 from xmcray.training.launch import train
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 
 EPOCHS = 6
 SETTINGS = [

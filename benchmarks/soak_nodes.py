@@ -37,7 +37,8 @@ from soak import OF_METHOD, SETTINGS, final_weights, phases, wait
 
 from xmcray.negatives.ledger import Ledger
 from xmcray.training.records import read_records
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 
 WORKERS = 2
 EPOCHS = 12

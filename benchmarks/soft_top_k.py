@@ -27,7 +27,7 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import train
 from xmcray.training.outcome import measure_bundle
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 SET = "tate-subjects"
 EPOCHS = (4, 8, 24)

@@ -50,7 +50,8 @@ from xmcray.nn.row_table import RowTable
 from xmcray.training import loop as loops
 from xmcray.training.optim import EncoderOptimizer
 from xmcray.training.prefetch import BatchPrefetcher
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 from xmcray.training.step import Embedder, Stepper
 
 COMPUTING = ("encoder", "scores and loss", "backward", "optimiser")

@@ -10,7 +10,7 @@ from common import RESULTS
 from data_sets import CACHE, fingerprint
 
 from xmcray.data.corpus import Corpus
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 Result = Mapping[str, float]
 KEPT = (

@@ -44,7 +44,7 @@ from common import new_parser, set_options
 from xmcray import config as configs
 from xmcray.data.corpus import Corpus
 from xmcray.methods.registry import method_names
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 SETS = ("cdnjs-keywords", "tate-subjects", "wordnet-hypernyms", "msdocs-seealso", "msdocs-links")
 METRIC = "P@1+P@5+PSP@5"

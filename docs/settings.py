@@ -13,7 +13,7 @@ from xmcray.config import dump
 from xmcray.methods.registry import method_entry, method_names
 from xmcray.retrieval.index_spec import answer_spec
 from xmcray.serving.settings import ServeConfig
-from xmcray.training.run import OPTIONAL_SECTIONS, RunConfig
+from xmcray.training.run_config import OPTIONAL_SECTIONS, RunConfig
 from xmcray.training.settings_schema import meanings_of
 
 NOT_SHARED = ("method", "method_name", *OPTIONAL_SECTIONS)

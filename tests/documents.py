@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from xmcray.methods.registry import method_names
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.tuning.inference import FAMILIES
 
 ROOT = Path(__file__).parents[1]

@@ -36,7 +36,8 @@ from xmcray.storage.manifest import MANIFEST
 from xmcray.training.export import export_run
 from xmcray.training.launch import refit_config, train
 from xmcray.training.outcome import record
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 from xmcray.types import TopLabels
 
 

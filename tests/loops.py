@@ -12,7 +12,8 @@ from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.parallel import collectives
 from xmcray.storage.manifest import read_manifest
 from xmcray.training.loop import Loop, Setup, build
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 
 
 def loop_in(folder: Path, corpus: Corpus, config: RunConfig) -> tuple[Loop, Setup]:

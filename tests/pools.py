@@ -17,7 +17,8 @@ from xmcray.negatives.refresh import RefreshSpec
 from xmcray.ray_adapter.cluster import alive_nodes
 from xmcray.training.loop import Loop, build
 from xmcray.training.placement import Nodes, place
-from xmcray.training.run import ClusterConfig, Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import ClusterConfig, RunConfig
 
 
 @contextmanager

@@ -32,7 +32,8 @@ from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.training import launch
 from xmcray.training.loop import Loop, build
 from xmcray.training.preemption import Terminated
-from xmcray.training.run import Run, RunConfig, forget_mistake, note_mistake, noted_mistake
+from xmcray.training.run import Run, forget_mistake, note_mistake, noted_mistake
+from xmcray.training.run_config import RunConfig
 
 PATIENCE_S = 120.0  # an attempt takes a second or two on an idle machine
 MAX_RESTARTS = 3

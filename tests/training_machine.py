@@ -35,7 +35,7 @@ from xmcray.errors import StorageError
 from xmcray.storage.artifact import open_artifact
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training import launch
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 SETTINGS = (
     "cluster.device=cpu",

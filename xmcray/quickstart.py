@@ -22,7 +22,8 @@ from xmcray.storage.artifact import refuse_artifact
 from xmcray.storage.manifest import MANIFEST
 from xmcray.training.launch import train
 from xmcray.training.outcome import finish, measure, nearest_queries
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 
 PRESET = "preset:astra/sample"
 QUERIES = (

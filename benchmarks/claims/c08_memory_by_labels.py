@@ -16,7 +16,7 @@ from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.evaluation.charts import Series, line_chart
 from xmcray.training.loop import build
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 VOCABULARY = 1000
 LENGTH = 8

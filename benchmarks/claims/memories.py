@@ -31,7 +31,8 @@ from xmcray.retrieval.votes import MemoryConfig
 from xmcray.training.loop import build
 from xmcray.training.memory import memory_bundle
 from xmcray.training.outcome import bundle_of
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 from xmcray.tuning.inference import sweep_bundle
 from xmcray.tuning.space import Choice, Distribution
 from xmcray.types import Int64Array, spans

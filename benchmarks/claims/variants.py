@@ -30,7 +30,8 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import train
 from xmcray.training.outcome import measure_bundle
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 
 Result = Mapping[str, Any]
 """Measures by name: numbers, or lists of numbers for a curve.

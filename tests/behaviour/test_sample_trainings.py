@@ -18,7 +18,7 @@ from xmcray.data.corpus import Corpus
 from xmcray.data.sample import write_sample
 from xmcray.training.launch import train
 from xmcray.training.outcome import finish
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

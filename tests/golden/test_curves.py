@@ -20,7 +20,7 @@ from loops import trained
 from xmcray.data.corpus import Corpus
 from xmcray.methods.registry import method_names
 from xmcray.training.records import read_records
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 FOLDER = Path(__file__).parent
 CURVES: dict[str, Any] = yaml.safe_load((FOLDER / "curves.yaml").read_text(encoding="utf-8"))

@@ -35,7 +35,8 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import train_here
 from xmcray.training.loop import assemble
-from xmcray.training.run import Run, RunConfig, open_or_create
+from xmcray.training.run import Run, open_or_create
+from xmcray.training.run_config import RunConfig
 from xmcray.training.step import Stepper
 from xmcray.types import Int64Array
 

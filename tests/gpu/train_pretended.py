@@ -54,7 +54,8 @@ from xmcray.training.checkpoint import newest
 from xmcray.training.export import export_run
 from xmcray.training.launch import train_here
 from xmcray.training.loop import Loop, assemble, build
-from xmcray.training.run import Run, RunConfig, open_or_create
+from xmcray.training.run import Run, open_or_create
+from xmcray.training.run_config import RunConfig
 from xmcray.training.step import Stepper
 
 INTERRUPTED_AT = 7

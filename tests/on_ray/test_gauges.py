@@ -16,7 +16,7 @@ from processes import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from xmcray.ray_adapter.gauges import POOL, TRAINING, Gauges, exported
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 DASHBOARD = Path(__file__).parents[2] / "cluster" / "grafana_training.json"
 NAMES = {exported(name) for name in TRAINING.keys() | POOL.keys()}

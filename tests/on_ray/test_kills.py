@@ -23,7 +23,8 @@ from xmcray.negatives.pool import shard_name
 from xmcray.training.launch import train
 from xmcray.training.preemption import handling
 from xmcray.training.records import read_records
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 
 SETTINGS = [
     "cluster.workers=2",

@@ -26,7 +26,7 @@ from xmcray.data.corpus import Corpus
 from xmcray.training.launch import train
 from xmcray.training.preemption import StopFlag, Terminated
 from xmcray.training.records import read_records
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 BATCH_SIZE = 256
 SETTINGS = [

@@ -19,7 +19,7 @@ from xmcray.errors import ResourceError
 from xmcray.training.launch import train
 from xmcray.training.placement import Nodes
 from xmcray.training.preemption import Terminated, handling
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 SIGNALS = {
     signal.SIGTERM: (143, "terminated; "),

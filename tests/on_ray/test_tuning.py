@@ -20,7 +20,8 @@ from ray.util.placement_group import placement_group_table
 
 from xmcray import cli
 from xmcray.training.launch import train
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 from xmcray.tuning.sweep import Sweep
 
 MAIN = "import sys; from xmcray.cli import main; sys.exit(main(sys.argv[1:]))"

@@ -14,7 +14,8 @@ from xmcray.data.corpus import Corpus
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.parallel import collectives
 from xmcray.training.loop import Loop, build
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 
 COMMON = [
     "encoder.dim=12",

@@ -16,7 +16,8 @@ from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.parallel import collectives
 from xmcray.training.loop import Loop, build
 from xmcray.training.preemption import StopFlag
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 from xmcray.training.watch import Watch
 
 SETTINGS = [

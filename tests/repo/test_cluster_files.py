@@ -28,7 +28,7 @@ from clusters import (
 from xmcray.cluster_files import PLACEHOLDER, check_cluster_file
 from xmcray.errors import ConfigError
 from xmcray.training.placement import Nodes, place
-from xmcray.training.run import ClusterConfig
+from xmcray.training.run_config import ClusterConfig
 
 
 @pytest.mark.parametrize("name", CLOUDS)

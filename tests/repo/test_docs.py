@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from xmcray.methods.registry import method_names
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 

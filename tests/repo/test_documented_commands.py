@@ -23,7 +23,7 @@ from xmcray import cli
 from xmcray import config as configs
 from xmcray.errors import ConfigError
 from xmcray.serving.settings import ServeConfig
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.tuning.space import parse_space
 
 COMMANDS = documents.commands()

@@ -27,7 +27,7 @@ from served import listening
 from xmcray import cli, config
 from xmcray.cli.continual import ContinualConfig
 from xmcray.serving.settings import ServeConfig
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.tuning.space import parse_space
 
 ALL_PAGES = [

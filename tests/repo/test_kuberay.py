@@ -23,7 +23,7 @@ from xmcray.cluster_files import PLACEHOLDER, check_cluster_file
 from xmcray.errors import ConfigError
 from xmcray.serving.application import NUM_CPUS
 from xmcray.serving.settings import ServeConfig
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 KUBERNETES = "1.34"
 

@@ -27,7 +27,7 @@ from served import listening
 
 from xmcray import cli, config
 from xmcray.methods.registry import method_names
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.training.settings_schema import settings_schema
 from xmcray.tuning.space import parse_space
 

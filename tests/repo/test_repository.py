@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from xmcray import config
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 MACHINE_PATHS = re.compile("(?<![A-Za-z0-9_.-])/" + "(work|farm|root|Users)/")

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from xmcray.methods.registry import method_names
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from xmcray import config
 from xmcray.errors import ConfigError
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

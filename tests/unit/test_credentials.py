@@ -14,7 +14,7 @@ from xmcray import credentials
 from xmcray.api.answers import serve
 from xmcray.errors import ConfigError
 from xmcray.training.launch import train
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 NAMES = [
     "WANDB_API_KEY",

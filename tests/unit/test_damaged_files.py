@@ -32,7 +32,8 @@ from xmcray.storage.manifest import finish_manifest, read_manifest
 from xmcray.storage.path_errors import disk_errors
 from xmcray.training.launch import refit_config
 from xmcray.training.records import Records, read_records
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 
 TESTS = Path(__file__).parents[1]
 TRIALS = 1  # of each file; benchmarks/soak_files.py makes thousands

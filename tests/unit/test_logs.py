@@ -14,7 +14,8 @@ from shell import run_command
 from xmcray import cli, logs
 from xmcray.progress import counting, watch_training
 from xmcray.training.records import Records
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 
 
 def lines(capture: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:

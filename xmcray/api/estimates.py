@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from xmcray.planning.data_size import DataSize
     from xmcray.planning.estimate import Plan
     from xmcray.planning.rates import Rates
-    from xmcray.training.run import RunConfig
+    from xmcray.training.run_config import RunConfig
 
 _MOST = 1e9  # GB of memory or a price; more is a mistake and would overflow
 
@@ -62,7 +62,7 @@ def plan(
             raise ConfigError(f"{name} is {value:g}, expected at most {_MOST:g}")
     values = merged(config)
     from xmcray.config import check_range
-    from xmcray.training.run import MOST_WORKERS, RunConfig
+    from xmcray.training.run_config import MOST_WORKERS, RunConfig
 
     if workers is not None:
         check_range("workers", workers, 1, MOST_WORKERS)

@@ -19,7 +19,8 @@ from xmcray.paths import bundle_at, kind_of
 if TYPE_CHECKING:
     from xmcray.data.corpus import Split
     from xmcray.evaluation.evaluate import Evaluation
-    from xmcray.training.run import Run, RunConfig
+    from xmcray.training.run import Run
+    from xmcray.training.run_config import RunConfig
 
 VECTOR_SYSTEMS = ("parquet", "qdrant", "milvus", "vespa", "lancedb", "weaviate")
 # Where the encoder alone can go.
@@ -113,7 +114,8 @@ def run_settings(
     values = merged(config)
     if workers is not None:
         values = configs.overlay(values, {"cluster": {"workers": workers}})
-    from xmcray.training.run import Run, RunConfig
+    from xmcray.training.run import Run
+    from xmcray.training.run_config import RunConfig
 
     base = None
     if source is not None:

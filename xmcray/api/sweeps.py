@@ -25,7 +25,7 @@ from xmcray.paths import bundle_at
 from xmcray.terminal import printable
 
 if TYPE_CHECKING:
-    from xmcray.training.run import RunConfig
+    from xmcray.training.run_config import RunConfig
     from xmcray.tuning.inference import BundleSweep
     from xmcray.tuning.space import Space, Values
     from xmcray.tuning.sweep import Sweep, SweepConfig, Trial
@@ -105,7 +105,7 @@ def tune(
     space_file = configs.load_yaml(space_name)
     space_as_given = parse_space(space_file, space_name)
     _check_searchable(space_as_given, space_name)
-    from xmcray.training.run import RunConfig
+    from xmcray.training.run_config import RunConfig
     from xmcray.tuning.sweep import SweepConfig
 
     values = merged(config)
@@ -259,7 +259,7 @@ def _first_values(
     settings: Mapping[str, Any],
 ) -> tuple[Values, ...]:
     """The values of the first trials, from configurations over the sweep's settings; equal ones once."""
-    from xmcray.training.run import RunConfig
+    from xmcray.training.run_config import RunConfig
     from xmcray.tuning.space import nearest_values
 
     first: list[Values] = []

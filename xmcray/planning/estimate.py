@@ -17,7 +17,7 @@ from xmcray.planning.trace import Trace, on_line, trace
 from xmcray.retrieval.exact import device_score_bytes
 from xmcray.retrieval.index_spec import device_bytes as index_device_bytes
 from xmcray.retrieval.index_spec import num_lists
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 SPARE = 0.95  # of a memory that can be planned with
 _CUDA_BYTES = 1 << 30  # context, kernels, and what the allocator cannot give out

@@ -9,7 +9,7 @@ from xmcray.errors import ResourceError
 from xmcray.planning.data_size import DataSize
 from xmcray.planning.estimate import BETWEEN_STEPS, SPARE, Plan, estimate
 from xmcray.planning.rates import Rates
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 _MOST_WORKERS = 4096
 _LEAST_VALUE = 8  # of a setting that is halved

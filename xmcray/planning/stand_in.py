@@ -9,7 +9,7 @@ import numpy as np
 from xmcray import draws
 from xmcray.parallel.partition import share
 from xmcray.planning.data_size import DataSize
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.types import Batch, Float64Array, Int64Array, Ragged, offsets_of
 
 _SAMPLED_IDS = 100_000

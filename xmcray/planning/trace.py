@@ -28,7 +28,7 @@ from xmcray.planning.encoders import planned_encoder
 from xmcray.planning.rates import Rates
 from xmcray.planning.stand_in import StandInData
 from xmcray.training.loop import assemble
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.types import Ragged, spans
 
 META = torch.device("meta")

@@ -49,7 +49,6 @@ from xmcray.training.run import (
     RUN_FOLDER,
     SELECTION,
     Run,
-    RunConfig,
     clear_progress,
     discard,
     forget_mistake,
@@ -57,6 +56,7 @@ from xmcray.training.run import (
     open_or_create,
     refuse_contents,
 )
+from xmcray.training.run_config import RunConfig
 from xmcray.training.stalls import Interruptions
 from xmcray.training.tracking import tracked
 from xmcray.training.waiting import Patience, WorkersMark

@@ -43,7 +43,8 @@ from xmcray.training.optim import lr_factor
 from xmcray.training.preemption import StopFlag
 from xmcray.training.prefetch import BatchPrefetcher
 from xmcray.training.records import Record, Records
-from xmcray.training.run import START, Run, RunConfig
+from xmcray.training.run import START, Run
+from xmcray.training.run_config import RunConfig
 from xmcray.training.step import Embedder, Stepper, encode_without_graph
 from xmcray.training.validation import validate
 from xmcray.training.watch import Watch

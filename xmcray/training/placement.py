@@ -28,7 +28,7 @@ import yaml
 
 from xmcray.errors import ResourceError
 from xmcray.ray_adapter.cluster import alive_nodes
-from xmcray.training.run import ClusterConfig
+from xmcray.training.run_config import ClusterConfig
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

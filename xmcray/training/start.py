@@ -44,7 +44,8 @@ from xmcray.training.checkpoint_writer import CheckpointWriter
 from xmcray.training.export import last_checkpoint, open_corpus
 from xmcray.training.loop import Setup, build
 from xmcray.training.outcome import bundle_of
-from xmcray.training.run import SELECTION, START, Run, RunConfig
+from xmcray.training.run import SELECTION, START, Run
+from xmcray.training.run_config import RunConfig
 from xmcray.types import BoolArray, Float32Array, Int64Array, id_blocks
 
 logger = logging.getLogger(__name__)

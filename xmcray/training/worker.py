@@ -21,7 +21,8 @@ from xmcray.ray_adapter.gauges import TRAINING, Gauges
 from xmcray.ray_adapter.workers import node_leaves_soon, report
 from xmcray.training.loop import Loop, build
 from xmcray.training.preemption import StopFlag
-from xmcray.training.run import Run, RunConfig, note_mistake, noted_mistake
+from xmcray.training.run import Run, note_mistake, noted_mistake
+from xmcray.training.run_config import RunConfig
 from xmcray.training.stalls import Interruptions, StallAlarm
 from xmcray.training.watch import Watch
 

@@ -46,7 +46,7 @@ from xmcray.storage.work_folder import FolderKind
 from xmcray.training.export import sample_rows
 from xmcray.training.held_out import held_out_by
 from xmcray.training.outcome import check_fits
-from xmcray.training.run import OPTIONAL_SECTIONS
+from xmcray.training.run_config import OPTIONAL_SECTIONS
 from xmcray.tuning.proposals import RandomProposals
 from xmcray.tuning.report import write_report
 from xmcray.tuning.space import Space, Values, check_space, nested

@@ -23,7 +23,7 @@ from xmcray import logs
 from xmcray.errors import RunError, XmcrayError
 from xmcray.training.launch import train
 from xmcray.training.preemption import Terminated
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 # Each training holds its model and its optimiser in memory, so many cores do not mean many lanes.
 _MAX_LANES = 4

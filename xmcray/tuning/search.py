@@ -27,7 +27,7 @@ from xmcray import draws, errors
 from xmcray.errors import ConfigError, ResourceError, XmcrayError
 from xmcray.ray_adapter import private
 from xmcray.ray_adapter.session import ray_session
-from xmcray.training.run import ClusterConfig
+from xmcray.training.run_config import ClusterConfig
 from xmcray.tuning.proposals import OptunaProposals, Proposals, RandomProposals
 from xmcray.tuning.space import Values
 from xmcray.tuning.sweep import FATAL, Sweep, Trial

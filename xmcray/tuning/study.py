@@ -30,7 +30,7 @@ from xmcray.errors import RunError, readable
 from xmcray.storage.whole_files import read_json, write_json
 from xmcray.storage.work_folder import FolderKind
 from xmcray.training.part_weights import METRICS
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.tuning.lanes import threads_of_lane
 from xmcray.tuning.portfolio import METHODS, Candidate, candidates, with_overrides
 from xmcray.tuning.space import Values, nested

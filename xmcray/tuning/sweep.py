@@ -32,7 +32,7 @@ from xmcray.errors import ConfigError, ResourceError, RunError, StorageError, re
 from xmcray.storage.whole_files import read_json, write_json, write_text
 from xmcray.storage.work_folder import FolderKind
 from xmcray.training.records import read_records
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.training.validation import VALIDATION_METRICS
 from xmcray.tuning.space import Space, Values, nested, parse_space
 

@@ -17,7 +17,7 @@ from xmcray.data.corpus import Corpus
 from xmcray.methods.astra import Astra
 from xmcray.negatives.sampler import capped_positives
 from xmcray.training.loop import Setup, build
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.types import Shortlist
 
 NUM_LABELS = 23

@@ -18,7 +18,7 @@ from xmcray.parallel.partition import LabelPartition
 from xmcray.training import checkpoint
 from xmcray.training.checkpoint_writer import CheckpointWriter
 from xmcray.training.loop import Setup, build
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.types import Batch, StepOutput
 
 SETTINGS = ["encoder.dim=6", "optim.batch_size=20", "optim.precision=float64"]

@@ -13,7 +13,7 @@ from xmcray import draws
 from xmcray.data.batches import TrainingData
 from xmcray.methods.dexml import Dexml
 from xmcray.training.loop import Setup, build
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.types import Batch
 
 SETTINGS = [

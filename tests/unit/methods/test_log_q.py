@@ -15,7 +15,7 @@ from xmcray.methods.log_q import BatchProbability
 from xmcray.methods.rae import Rae
 from xmcray.negatives.sampler import draw_from_rows
 from xmcray.training.loop import Setup, build
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.types import Ragged
 
 

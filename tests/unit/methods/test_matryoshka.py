@@ -15,7 +15,7 @@ from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError
 from xmcray.methods.matryoshka import Matryoshka
 from xmcray.training.loop import Setup, build
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.training.step import encode_queries
 
 WIDTH = 8

@@ -13,7 +13,7 @@ import pytest
 
 from xmcray import config
 from xmcray.errors import ConfigError
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 NUM_GPUS = 16
 

@@ -22,7 +22,7 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import train
 from xmcray.training.loop import Setup, build
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.types import Float32Array, Int64Array, Ragged
 
 SETTINGS = [

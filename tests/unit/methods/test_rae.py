@@ -24,7 +24,8 @@ from xmcray.training.export import last_checkpoint
 from xmcray.training.launch import train
 from xmcray.training.loop import Setup, build
 from xmcray.training.memory import open_encoder
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 from xmcray.types import Batch, Int64Array, Ragged, Shortlist
 
 SETTINGS = [

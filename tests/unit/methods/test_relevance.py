@@ -26,7 +26,7 @@ from xmcray.retrieval.votes import MemoryConfig, count_votes
 from xmcray.training.held_out import relevance_of
 from xmcray.training.loop import Setup, build
 from xmcray.training.outcome import measure, nearest_queries
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.types import Batch, Float32Array, Float64Array, Int64Array, Ragged, TopLabels
 
 # Settings under which a method's loss has other terms.

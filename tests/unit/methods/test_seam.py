@@ -18,7 +18,7 @@ from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.loop import Loop, Setup, build
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 COMMON = ["encoder.dim=8", "optim.batch_size=32", "negatives.hard=0", "log.checkpoint_every=2"]
 PRIME = ["method.free_vectors=4", "method.feed_forward=8"]

@@ -13,7 +13,7 @@ from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.methods.registry import method_names
 from xmcray.training.loop import Setup, build
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from xmcray.training.launch import train
 from xmcray.training.loop import Setup, build
 from xmcray.training.optim import EncoderOptimizer, OptimConfig
 from xmcray.training.outcome import finish
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.types import Batch, Int64Array, Ragged, Shortlist
 
 SMALL = [

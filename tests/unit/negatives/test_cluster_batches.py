@@ -27,7 +27,8 @@ from xmcray.negatives.refresh import (
 )
 from xmcray.negatives.version_folder import QueryBlock, VersionFolder
 from xmcray.training.loop import Loop, Setup, build
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 from xmcray.types import Batch
 
 SETTINGS = [

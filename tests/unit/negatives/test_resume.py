@@ -21,7 +21,8 @@ from xmcray.training import checkpoint as checkpoints
 from xmcray.training.launch import train
 from xmcray.training.loop import Loop, Setup, build
 from xmcray.training.records import read_records
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 
 SETTINGS = [
     "encoder.dim=8",

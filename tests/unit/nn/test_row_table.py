@@ -9,7 +9,7 @@ from torch import Tensor
 from xmcray.errors import ConfigError
 from xmcray.nn import row_table
 from xmcray.nn.row_table import RowOptimConfig, RowTable, sum_by_row
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 KINDS = ["sgd", "adagrad", "adam"]
 

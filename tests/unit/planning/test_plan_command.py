@@ -19,7 +19,7 @@ from xmcray.planning.devices import SPECS
 from xmcray.planning.estimate import FIRST_REFRESH, REFRESH, STEPS
 from xmcray.planning.rates import Rates, load_rates
 from xmcray.training.placement import Nodes, place
-from xmcray.training.run import ClusterConfig
+from xmcray.training.run_config import ClusterConfig
 
 
 def test_rates_are_kept_and_read(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from xmcray.planning.estimate import (
 from xmcray.planning.plan import plan
 from xmcray.planning.trace import on_line
 from xmcray.retrieval import exact
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 ON_HOST = ("astra", "cluster.index_resource=CPU")  # a method, and indexes that stay off its devices
 

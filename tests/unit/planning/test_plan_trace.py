@@ -28,7 +28,7 @@ from xmcray.planning.stand_in import StandInData
 from xmcray.planning.trace import trace
 from xmcray.training.checkpoint_writer import CheckpointWriter
 from xmcray.training.loop import Setup, build
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.types import Ragged
 
 

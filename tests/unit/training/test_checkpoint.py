@@ -32,7 +32,7 @@ from xmcray.training import checkpoint as checkpoints
 from xmcray.training.checkpoint import Checkpoint
 from xmcray.training.checkpoint_writer import CheckpointWriter
 from xmcray.training.loop import Loop, Setup
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 SETTINGS = [
     "encoder.dim=16",

@@ -22,7 +22,8 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.storage.manifest import finish_manifest, read_manifest
 from xmcray.training.export import export_run, last_checkpoint
 from xmcray.training.launch import train
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 
 SETTINGS = [
     "encoder.dim=16",

@@ -18,7 +18,7 @@ from xmcray.errors import ConfigError
 from xmcray.nn.encoder import EncoderConfig, build_encoder, load_encoder
 from xmcray.nn.transformer import TransformerEncoder
 from xmcray.training.optim import EncoderOptimizer, OptimConfig
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.training.step import Embedder
 
 WORDS = ["sort", "an", "array", "of", "numbers", "find", "the", "largest", "element", "in", "row"]

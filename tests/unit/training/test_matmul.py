@@ -10,7 +10,7 @@ from loops import loop_in
 
 from xmcray.data.corpus import Corpus
 from xmcray.nn.matmul import TORCH_PRECISION, matmul_precision
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 SETTINGS = [
     "encoder.dim=8",

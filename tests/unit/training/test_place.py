@@ -16,7 +16,7 @@ from xmcray.ray_adapter.private import HEAD_RESOURCE
 from xmcray.training import placement
 from xmcray.training.launch import refresh_here
 from xmcray.training.placement import Nodes, place
-from xmcray.training.run import ClusterConfig, RunConfig
+from xmcray.training.run_config import ClusterConfig, RunConfig
 
 HEAD: dict[str, float] = {HEAD_RESOURCE: 1}
 GPU: dict[str, float] = {"CPU": 8, "GPU": 4}

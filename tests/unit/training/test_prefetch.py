@@ -13,7 +13,7 @@ from corpora import planted_corpus
 from xmcray.data.batches import BatchSampler, DataConfig, QueryClusters, TrainingData
 from xmcray.methods.registry import method_names
 from xmcray.training.prefetch import BatchPrefetcher
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.types import Batch, Shortlist
 
 NUM_QUERIES = 40

@@ -15,7 +15,8 @@ from xmcray.training import launch
 from xmcray.training.calibrate import calibrate
 from xmcray.training.export import export_run
 from xmcray.training.launch import refit_config, train
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 
 HARD_ALONE = ("negatives.uniform=0", "negatives.hard=20", "negatives.start_epoch=2")
 

@@ -15,7 +15,8 @@ from xmcray.errors import ConfigError, RunError
 from xmcray.nn.encoder import SETTINGS
 from xmcray.storage.whole_files import aside
 from xmcray.storage.work_folder import locked
-from xmcray.training.run import RUN_FOLDER, Run, RunConfig, discard, open_or_create
+from xmcray.training.run import RUN_FOLDER, Run, discard, open_or_create
+from xmcray.training.run_config import RunConfig
 
 
 @dataclass

@@ -27,7 +27,8 @@ from xmcray.retrieval.encoder_export import export_encoder
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.launch import train
 from xmcray.training.outcome import bundle_of, measure_bundle
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 
 WIDTH = 16
 SETTINGS = [

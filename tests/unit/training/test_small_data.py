@@ -24,7 +24,7 @@ from xmcray.training.export import export_run
 from xmcray.training.launch import clipped, train
 from xmcray.training.loop import build
 from xmcray.training.records import read_records
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 SETTINGS = [
     "encoder.dim=8",

@@ -18,7 +18,8 @@ from shell import run_command, set_options
 from xmcray.errors import ConfigError
 from xmcray.training import trackers, tracking
 from xmcray.training.records import Records, read_records
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run
+from xmcray.training.run_config import RunConfig
 
 SECRET = "hunter2-planted"
 NAMES = ("tensorboard", "mlflow", "wandb")

@@ -11,7 +11,7 @@ import torch
 from xmcray.errors import RunError
 from xmcray.storage.whole_files import write_json
 from xmcray.training import worker
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 
 
 class BuiltError(Exception):

@@ -21,7 +21,7 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.training import part_weights
 from xmcray.training.launch import train
 from xmcray.training.preemption import StopFlag, Terminated
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.tuning import auto_bundle, lanes, portfolio, study
 from xmcray.tuning.auto import auto
 from xmcray.tuning.auto_results import BASELINE

@@ -29,7 +29,7 @@ from xmcray.retrieval.votes import MemoryConfig
 from xmcray.training.export import export_run
 from xmcray.training.launch import train
 from xmcray.training.memory import memory_bundle
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.tuning.inference import sweep_bundle
 from xmcray.tuning.space import parse_space
 

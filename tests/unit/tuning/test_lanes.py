@@ -18,7 +18,8 @@ from xmcray import config as configs
 from xmcray.errors import RunError, StorageError
 from xmcray.storage.work_folder import locked
 from xmcray.training.preemption import Terminated
-from xmcray.training.run import RUN_FOLDER, RunConfig
+from xmcray.training.run import RUN_FOLDER
+from xmcray.training.run_config import RunConfig
 from xmcray.tuning import lanes
 from xmcray.tuning.lanes import Lanes
 

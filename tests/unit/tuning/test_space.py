@@ -10,7 +10,7 @@ import pytest
 from xmcray import config
 from xmcray.errors import ConfigError
 from xmcray.methods.registry import method_names
-from xmcray.training.run import RunConfig
+from xmcray.training.run_config import RunConfig
 from xmcray.tuning.proposals import OptunaProposals, RandomProposals
 from xmcray.tuning.space import (
     Choice,

@@ -15,7 +15,7 @@ from parsed_page import Page
 from shell import Shell
 
 from xmcray.errors import ConfigError, ResourceError, RunError
-from xmcray.training.run import ClusterConfig, RunConfig
+from xmcray.training.run_config import ClusterConfig, RunConfig
 from xmcray.tuning.report import importance, write_report
 from xmcray.tuning.search import Guide, TrialStopper, asha, proposals, share
 from xmcray.tuning.space import NumberRange, parse_space
