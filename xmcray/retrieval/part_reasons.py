@@ -1,7 +1,10 @@
 """Says why a label is an answer of a fused bundle: what each part gave, and who voted.
 
-A pair of a query and a candidate has a number: its position on axis P of `Candidates`. Letters of other
-axes are in types.py, and E counts votes: one voter, one pair.
+A pair is a query with one of its candidates. Its number is its position on axis P of `Candidates`.
+
+Letters of axes, in addition to those in types.py:
+
+    E  votes, each of one voter for one pair
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ class PartReasons:
     """Explains answers that were chosen from some candidates.
 
     Attributes:
-        candidates: pairs of query and label, ascending.
+        candidates: the pairs from which the answers were chosen.
         config: weights and settings of the parts.
         queries: the training queries that vote, by row; None if there are none.
     """
@@ -34,21 +37,23 @@ class PartReasons:
     queries: RememberedQueries | None
 
     def of_answers(self, top: TopLabels) -> list[list[Reasons]]:
-        """The reasons for each answer; none for a missing one."""
-        pair_BK = self._numbers(top)
-        reasons_of_pair = self._reasons_of_pairs(pair_BK[pair_BK >= 0].tolist())
+        """The reasons for each answer, and empty `Reasons` for each missing answer."""
+        pair_BK = self._pairs_of_answers(top)
+        answered_pairs = pair_BK[pair_BK >= 0]
+        reasons_of_pair = self._reasons_of_pairs(answered_pairs.tolist())
         all_reasons = []
         for pairs in pair_BK.tolist():
-            # A missing answer is no pair, and has no reason.
+            # -1, which stands for a missing answer, is not among the pairs.
             reasons = [reasons_of_pair.get(pair, Reasons()) for pair in pairs]
             all_reasons.append(reasons)
         return all_reasons
 
-    def _numbers(self, top: TopLabels) -> Int64Array:
-        """int64 [B, K], the number of the pair of each answer; -1 for a missing answer."""
+    def _pairs_of_answers(self, top: TopLabels) -> Int64Array:
+        """int64 [B, K], the pair of each answer; -1 for a missing answer."""
         labels = self.candidates.labels
         num_ids = 1 + int(labels.values.max(initial=0))
-        # A key is one number for query and label.
+        # A key joins query and label in one number. The keys of all candidates ascend, and the
+        # place of a key among them is the number of its pair.
         candidate_keys = labels.pairs(num_ids)
         answer_keys = pairs_of(top.ids, num_ids)
         pair_BK, is_candidate_BK = find_sorted(candidate_keys, answer_keys)
@@ -57,8 +62,8 @@ class PartReasons:
         return np.where(is_answer_BK, pair_BK, -1)
 
     def _reasons_of_pairs(self, pairs: Sequence[int]) -> dict[int, Reasons]:
-        """The reasons for some pairs, by number."""
-        voters_of_pair = self._voters(pairs)
+        """The reasons for some answers, by their pairs."""
+        voters_of_pair = self._voters_of_pairs(pairs)
         names = self._names_of(voters_of_pair.values())
         gains = self.candidates.gains(self.config)
         reasons_of_pair = {}
@@ -68,20 +73,21 @@ class PartReasons:
             reasons_of_pair[pair] = Reasons(voting_queries, gain_of_part)
         return reasons_of_pair
 
-    def _names_of(self, voters: Iterable[VoterWeights]) -> Mapping[int, tuple[str, str]]:
-        """Uid and text of the voters of several candidates, by row."""
+    def _names_of(self, voters_of_pairs: Iterable[VoterWeights]) -> Mapping[int, tuple[str, str]]:
+        """Uid and text of the voters of several pairs, by row."""
         if self.queries is None:
             return {}
         # One look-up for all voters, because reading blocks of the file takes most of the time.
         rows: set[int] = set()
-        for weights in voters:
-            rows.update(weights)
+        for voters in voters_of_pairs:
+            rows.update(voters)
         return self.queries.names(rows)
 
-    def _voters(self, pairs: Sequence[int]) -> dict[int, VoterWeights]:
-        """The voters of some pairs; a query may vote by its vector and by its words.
+    def _voters_of_pairs(self, pairs: Sequence[int]) -> dict[int, VoterWeights]:
+        """The voters of each pair, with the weights that their votes have in `Candidates.gains`.
 
-        Votes have the weights that they have in `Candidates.gains`.
+        A training query may vote for a label several times: by its vector in each member and by its
+        words. These weights add up.
         """
         voters_of_pair: dict[int, VoterWeights] = {pair: {} for pair in pairs}
         members = zip(self.candidates.members, self.config.members, strict=True)
@@ -101,13 +107,13 @@ def _add_votes(
     """Adds the votes of one part to the weights of their voters.
 
     Args:
-        voters_of_pair: for each wanted pair the weights of its voters, which are updated.
-        votes: what the part's voters gave to all candidates.
-        weight_BK: float64, weight of each voter of B queries.
+        voters_of_pair: the voters of each wanted pair; changed in place.
+        votes: the part's votes for all candidates.
+        weight_BK: float64, the weight of each query's K voters.
     """
     weight_E = votes.weights(weight_BK)
     voter_row_E = votes.voters.ids[votes.query_E, votes.place_E]
-    # Only the nearest voters count; the others have weight 0.
+    # A voter beyond the nearest ones that count has weight 0, and is not a reason.
     is_wanted_E = (weight_E > 0) & np.isin(votes.pair_E, list(voters_of_pair))
     pairs = votes.pair_E[is_wanted_E].tolist()
     rows = voter_row_E[is_wanted_E].tolist()
@@ -118,5 +124,5 @@ def _add_votes(
 
 
 def _by_weight(voters: VoterWeights) -> list[tuple[int, float]]:
-    """Row and weight of each voter, the largest weight first, equal ones by row."""
+    """Row and weight of each voter, largest weight first, equal weights by lower row."""
     return sorted(voters.items(), key=lambda voter: (-voter[1], voter[0]))
