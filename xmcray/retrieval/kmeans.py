@@ -1,6 +1,8 @@
 """Inverted lists by k-means, on the device where the rows are.
 
-N  all rows    S  rows of the sample    C  lists    R  rows of a block
+Letters of axes, in addition to those in types.py:
+
+    N  all rows    S  rows of the sample    C  lists    R  rows of a block
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from xmcray.types import Int64Array
 def build_lists(
     vector_ND: Tensor, long_ids: Int64Array, num_lists: int, seed: int
 ) -> InvertedLists:
-    """Clusters all rows but the long ones into inverted lists. Equal arguments give equal lists.
+    """Clusters all rows except the long ones into inverted lists. Equal arguments give equal lists.
 
     Args:
         vector_ND: float32, on the device that computes.
         long_ids: int64, ascending positions of the rows that are not clustered.
         num_lists: C, at most the number of the other rows.
-        seed: draws the sample, and so the starts of k-means.
+        seed: of the sample, whose first rows are the starts of k-means.
     """
     all_ids = np.arange(len(vector_ND))
     row_ids = np.setdiff1d(all_ids, long_ids, assume_unique=True)
@@ -41,35 +43,48 @@ def build_lists(
 
 
 def _centroids(sample_SD: Tensor, num_lists: int) -> Tensor:
-    """float32 [C, D], by which rows are assigned to lists and queries choose the lists they visit.
+    """float32 [C, D], the centroids that assign rows to lists, and by which queries choose lists.
 
     Spherical k-means finds the clusters. The centroids are their means, or unit vectors if all rows
     are equally long; `ann_create._train_centroids` says why.
     """
-    # A start of length 0 (a text without words) would be the nearest centroid of most rows, so such
-    # rows come last. The sort is stable, so the starts are in the sample's random order.
-    is_zero_S = (sample_SD == 0).all(dim=1)
-    starts = is_zero_S.int().argsort(stable=True)[:num_lists]
-    unit_CD = nn.functional.normalize(sample_SD[starts], dim=1)
     # A GPU adds rows in an arbitrary order. That changes a sum of floats, but not one of integers.
     # Elements are scaled to at most 2^32, so an int64 holds a sum of 2^30 of them.
     largest = sample_SD.abs().max().double()
     scale = 2.0**32 / largest.clamp_min(1e-30)  # all rows may be 0
     integer_SD = (sample_SD.double() * scale).long()
+    unit_CD = _starts(sample_SD, num_lists)
     for _ in range(KMEANS_ROUNDS):
         list_S = _nearest(sample_SD, unit_CD)
         sum_CD = _sums(integer_SD, list_S, num_lists)
-        new_unit_CD = nn.functional.normalize(sum_CD.double(), dim=1).float()
-        # A sum of 0 has no direction: the list has no rows, or they cancel. Its centroid stays.
-        is_zero_C1 = (sum_CD == 0).all(dim=1, keepdim=True)
-        unit_CD = torch.where(is_zero_C1, unit_CD, new_unit_CD)
+        unit_CD = _directions(sum_CD, unit_CD)
     if are_equally_long(sample_SD.norm(dim=1).cpu().numpy()):
         return unit_CD
     list_S = _nearest(sample_SD, unit_CD)
     size_C1 = torch.bincount(list_S, minlength=num_lists)[:, None]
+    sum_CD = _sums(integer_SD, list_S, num_lists)
     # A list without rows has 0 / 0 here, and keeps its unit centroid.
-    mean_CD = _sums(integer_SD, list_S, num_lists).double() / scale / size_C1
+    mean_CD = sum_CD.double() / scale / size_C1
     return torch.where(size_C1 == 0, unit_CD, mean_CD.float())
+
+
+def _starts(sample_SD: Tensor, num_lists: int) -> Tensor:
+    """float32 [C, D], the first centroids: the directions of the first rows that have one."""
+    # A centroid of length 0 (a text without words) would be the nearest one of most rows, so rows
+    # of length 0 come last. The sort is stable, so the others keep the sample's random order.
+    is_zero_S = (sample_SD == 0).all(dim=1)
+    starts = is_zero_S.int().argsort(stable=True)[:num_lists]
+    return nn.functional.normalize(sample_SD[starts], dim=1)
+
+
+def _directions(sum_CD: Tensor, unit_CD: Tensor) -> Tensor:
+    """float32 [C, D], the unit vectors of the lists' sums; of a sum of 0 the previous unit vector.
+
+    A sum of 0 has no direction: the list has no rows, or they cancel.
+    """
+    new_unit_CD = nn.functional.normalize(sum_CD.double(), dim=1).float()
+    is_zero_C1 = (sum_CD == 0).all(dim=1, keepdim=True)
+    return torch.where(is_zero_C1, unit_CD, new_unit_CD)
 
 
 def _sums(integer_SD: Tensor, list_S: Tensor, num_lists: int) -> Tensor:
@@ -80,7 +95,8 @@ def _sums(integer_SD: Tensor, list_S: Tensor, num_lists: int) -> Tensor:
 
 def _nearest(vector_ND: Tensor, centroid_CD: Tensor) -> Tensor:
     """int64 [N], the list of each row: the one with the nearest centroid."""
-    # |x - c|^2 = |x|^2 - 2 (x c - |c|^2 / 2). The nearest centroid has the largest bracket.
+    # |x - c|^2 = |x|^2 - 2 (x c - |c|^2 / 2), so the nearest centroid has the largest score
+    # x c - |c|^2 / 2.
     offset_C = -0.5 * (centroid_CD * centroid_CD).sum(dim=1)
     # By blocks, because the scores [R, C] of a block have to fit into the device's limit.
     block_rows = max(1, limits_of(vector_ND).scores // len(centroid_CD))
