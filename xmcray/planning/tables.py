@@ -28,28 +28,28 @@ _SECONDS = {
 
 
 def tables(plan: Plan) -> list[Table | str]:
-    """What the terminal shows: a heading, a table for each section, then assumptions and advice."""
+    """What the terminal shows: a heading, a table per section, the assumptions, and the advice."""
     sizes = f"{plan.labels:,} labels, {plan.queries:,} queries, D = {plan.dim}"
     heading = f"{plan.method}: {sizes}; {plan.source}"
     tables_and_lines: list[Table | str] = [heading]
-    for title, rows in sections(plan).items():
-        table = Table(
-            "",
-            Column(justify="right"),
-            title=title,
-            show_header=False,
-        )
-        for row in rows:
-            table.add_row(*row)
-        tables_and_lines.append(table)
+    tables_and_lines.extend(_table(title, rows) for title, rows in sections(plan).items())
     tables_and_lines.extend(f"assumed: {assumption}" for assumption in plan.assumptions)
     tables_and_lines.extend(f"advice: {advice}" for advice in plan.advice)
     return tables_and_lines
 
 
+def _table(title: str, rows: _Rows) -> Table:
+    names = Column()
+    values = Column(justify="right")
+    table = Table(names, values, title=title, show_header=False)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def sections(plan: Plan) -> dict[str, _Rows]:
     """Rows of name and value, by the title of their section."""
-    limit = _text(plan.limit_bytes, _BYTES)
+    limit = _with_unit(plan.limit_bytes, _BYTES)
     memory_title = f"Memory, {plan.workers} workers ({plan.device}, at most {limit} for each)"
 
     queries_per_s = plan.batch / plan.step_seconds
@@ -68,7 +68,7 @@ def sections(plan: Plan) -> dict[str, _Rows]:
 
 
 def _memory(plan: Plan) -> dict[str, int]:
-    """Bytes by what holds them."""
+    """Bytes of memory, by the process or device that holds them."""
     return {
         **_with_sum("device", plan.device_bytes),
         **_with_sum("process", plan.host_bytes),
@@ -79,15 +79,15 @@ def _memory(plan: Plan) -> dict[str, int]:
 
 
 def _with_sum(place: str, part_bytes: dict[str, int]) -> dict[str, int]:
-    """Bytes of each part and of all parts. Their names begin with the place."""
+    """Bytes of each part and of all parts together. The names of the rows begin with the place."""
     rows = {f"{place}: {part}": num_bytes for part, num_bytes in part_bytes.items()}
     rows[f"{place}: in all"] = sum(part_bytes.values())
     return rows
 
 
 def _disk(plan: Plan) -> dict[str, int]:
-    """Bytes by what is on the disk."""
-    one_checkpoint = _text(plan.checkpoint, _BYTES)
+    """Bytes on the disk, by what is stored."""
+    one_checkpoint = _with_unit(plan.checkpoint, _BYTES)
     all_checkpoints = f"checkpoints, {plan.checkpoints} of {one_checkpoint}"
     return {
         all_checkpoints: plan.checkpoints * plan.checkpoint,
@@ -97,29 +97,30 @@ def _disk(plan: Plan) -> dict[str, int]:
 
 
 def _rows(values: Mapping[str, float], units: dict[str, float]) -> _Rows:
-    """Names and values as texts. Values of 0 are left out, such as the sum of a missing GPU."""
+    """Names, and values as texts. Values of 0 are left out, such as the bytes of a missing GPU."""
     rows = []
     for name, value in values.items():
         if value:
-            rows.append((name, _text(value, units)))
+            rows.append((name, _with_unit(value, units)))
     return rows
 
 
-def _text(value: float, units: dict[str, float]) -> str:
+def _with_unit(value: float, units: dict[str, float]) -> str:
     """A value with up to three digits, in the largest unit that it reaches.
 
-    Below the smallest unit it has up to two.
+    A value that does not even reach the smallest unit has up to two digits, in that unit.
     """
     for name, unit in units.items():
         # 999.6 kB would be rounded to 1,000 kB, so it is written as 1 MB.
         if value >= 0.9995 * unit:
             return f"{_three_digits(value / unit)} {name}"
-    smallest = min(units, key=units.__getitem__)
+    smallest = min(units, key=lambda name: units[name])
     return f"{value / units[smallest]:.2g} {smallest}"
 
 
 def _three_digits(value: float) -> str:
-    """Up to three digits. A number above 999 has more; only the largest unit has such numbers."""
+    """Up to three digits, or all digits before the point of a number of the largest unit."""
+    # `g` would write such a number as 1e+03.
     if value >= 999.5:
         return f"{value:,.0f}"
     return f"{value:.3g}"

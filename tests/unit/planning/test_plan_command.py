@@ -207,4 +207,4 @@ def test_device_contexts_work_after_a_plan() -> None:
     ],
 )
 def test_amounts_have_three_digits_and_no_exponent(num_bytes: int, text: str) -> None:
-    assert tables._text(num_bytes, tables._BYTES) == text
+    assert tables._with_unit(num_bytes, tables._BYTES) == text
