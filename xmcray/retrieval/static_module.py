@@ -1,12 +1,14 @@
-"""A static encoder as a module of sentence-transformers; exported folders carry a copy of this file.
+"""A static encoder as a module of sentence-transformers. Exported folders have a copy of this file.
 
-Where a folder is opened, only sentence-transformers is installed, so this file imports nothing of
-xmcray, whose own encoder is nn/static.py. Where a folder is written, sentence-transformers may be
-missing, so xmcray copies this file and does not import it.
+An exported folder is opened where only sentence-transformers is installed, so this file imports
+nothing of xmcray. The folder is written where sentence-transformers may be missing, so xmcray
+copies this file and does not import it. The encoder that xmcray itself uses is in nn/static.py.
 
 A text's vector is x = sum_t w_t e_t / sqrt(sum_t w_t^2), plus W2 gelu(W1 x) if there is a network.
-The e_t are rows of one table: rows of tokens and, after them, rows of pairs of neighbouring tokens.
-If labels have rows of their own, the table has both once more for them.
+Each e_t is the row of a token, or of a pair of neighbouring tokens, in one table:
+
+    tokens | pairs                                  if queries and labels share rows
+    tokens | pairs | label tokens | label pairs     if labels have rows of their own
 
 Letters of axes:
 
@@ -42,7 +44,7 @@ class StaticText(InputModule):  # type: ignore[misc]
 
     Args:
         settings: content of static.json and xmcray.json, which xmcray wrote.
-        tokenizer: the corpus's own.
+        tokenizer: the tokenizer of the corpus.
         state: tensors of model.safetensors.
     """
 
@@ -54,7 +56,7 @@ class StaticText(InputModule):  # type: ignore[misc]
         self.dim = int(settings["dim"])
         self.vocab_size = int(settings["vocab_size"])
         self.num_buckets = int(settings["bigram_buckets"])
-        # Rows of the table for queries, and as many for labels if they have their own.
+        # Rows for queries. If labels have rows of their own, the table has as many again for them.
         self.side_rows = self.vocab_size + self.num_buckets
         self.tokenizer = tokenizer
         self.names = list(state)
@@ -92,17 +94,16 @@ class StaticText(InputModule):  # type: ignore[misc]
         token_T = torch.tensor(tokens, dtype=torch.int64)
         length_B = torch.tensor(lengths, dtype=torch.int64)
         if is_label and self.settings["separate_labels"]:
-            # In the table, rows of labels follow those of queries.
             token_T += self.side_rows
         return {"input_ids": token_T, "lengths": length_B}
 
     def forward(self, features: dict[str, Tensor], **_: Any) -> dict[str, Tensor]:
-        """Adds the vectors of the texts, "sentence_embedding" [B, D]."""
+        """Adds the vectors of the texts to the features: "sentence_embedding" [B, D]."""
         lengths_B = features["lengths"]
         row_R, weight_R, text_R = self._rows(features["input_ids"], lengths_B)
         table_VD = self.weights["embedding_weight"]
         num_texts = len(lengths_B)
-        # Sums over the tokens and pairs of each text: `text_R` names the text that each one is in.
+        # `text_R` says to which text a token or pair belongs, so `index_add_` sums over each text.
         weighted_RD = weight_R[:, None] * table_VD[row_R]
         sum_BD = table_VD.new_zeros(num_texts, self.dim)
         sum_BD.index_add_(0, text_R, weighted_RD)
@@ -127,10 +128,10 @@ class StaticText(InputModule):  # type: ignore[misc]
         return F.linear(input_BD, weight, bias)
 
     def _rows(self, token_T: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Table row, weight and text of each token, and after them of each pair of neighbours."""
+        """Table row, weight and text of each token, then those of each pair of neighbours."""
         text_ids = torch.arange(len(lengths_B), device=lengths_B.device)
         text_T = text_ids.repeat_interleave(lengths_B)
-        # A token has one weight, whether it is in a query or in a label.
+        # There is one weight per token. A token of a label has that of the same token of a query.
         token_weight_T = self.weights["weight"][token_T % self.side_rows]
         weight_T = token_weight_T * self._position_factor(text_T, lengths_B)
         if not self.num_buckets:
@@ -147,13 +148,12 @@ class StaticText(InputModule):  # type: ignore[misc]
         return row_R, weight_R, text_R
 
     def _pair_rows(self, left_P: Tensor, right_P: Tensor) -> Tensor:
-        """The table row of each pair of tokens, on the side of the tokens: queries or labels."""
+        """The table row of each pair of neighbours, from the table rows of its two tokens."""
         left_id_P = left_P % self.side_rows
         right_id_P = right_P % self.side_rows
         bucket_P = self._buckets(left_id_P, right_id_P)
-        # What the remainder took away is where the side begins: 0, or `side_rows` for labels.
+        # Where the rows of their side begin: 0 for tokens of queries, `side_rows` for those of labels.
         side_start_P = left_P - left_id_P
-        # Rows of pairs follow those of tokens.
         return side_start_P + self.vocab_size + bucket_P
 
     def _buckets(self, left_P: Tensor, right_P: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class StaticText(InputModule):  # type: ignore[misc]
         return hash_P % self.num_buckets
 
     def _position_factor(self, text_T: Tensor, lengths_B: Tensor) -> Tensor:
-        """By how much each token's weight is multiplied because of its place in its text."""
+        """The factor of each token's weight, which is largest for the first token of a text."""
         start_B = lengths_B.cumsum(0) - lengths_B
         token_ids = torch.arange(len(text_T), device=text_T.device)
         place_T = token_ids - start_B[text_T]
@@ -202,6 +202,7 @@ class StaticText(InputModule):  # type: ignore[misc]
         hub_options = {name: options[name] for name in HUB_OPTIONS if name in options}
 
         def path_of(name: str) -> Path:
+            """The local file, or else a downloaded one."""
             local = Path(model_name_or_path, subfolder, name)
             if local.is_file():
                 return local
@@ -218,5 +219,5 @@ class StaticText(InputModule):  # type: ignore[misc]
 
 
 def _parameter_name(name: str) -> str:
-    """The name of a parameter for its name in the file: torch allows no dots."""
+    """The parameter's name for a tensor of the file. Names of parameters must not contain dots."""
     return name.replace(".", "_")
