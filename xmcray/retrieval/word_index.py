@@ -8,12 +8,12 @@
     words/query_values.npy      float32, the term's part of a training query's vector
     words/label_*.npy           the same three files for the labels' texts; rows are source ids
 
-The files of queries are absent if training queries do not vote by their words, and those of labels
-if the words of label texts do not count.
+The files of queries are absent if training queries do not vote by their words. The files of labels
+are absent if the words of label texts do not count.
 
-A score is a cosine of TF-IDF vectors. The arrays stay on disk, and a search reads only the lists of
-the query's terms. A label that joins later gets its vector from its text, with the terms and the
-rarities of the index, so no other score changes.
+A score is the cosine of two TF-IDF vectors. The arrays stay on disk, and a search reads only the
+lists of the query's terms. If a label joins later, its vector is made from the terms and rarities
+that the index has already, so no other score changes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from xmcray.types import BoolArray, Float32Array, Int64Array, TopLabels, are_ids
 FOLDER = "words"
 QUERIES = "query"
 LABELS = "label"
-_TINY = float(np.finfo(np.float32).tiny)  # the least positive cosine
+_LEAST_COSINE = float(np.finfo(np.float32).tiny)  # of an answer: any number above 0
 LARGEST_SHARE = 0.2  # terms that occur in a larger share of the texts are left out
 
 
@@ -67,7 +67,7 @@ class WordIndex:
             bundle: local folder of the bundle.
             num_queries: rows of the memory.
             num_labels: labels of the export.
-            kinds: what to open: QUERIES, LABELS or both.
+            kinds: the lists to open: QUERIES, LABELS or both.
         Raises:
             BundleError: a file is missing, malformed, or does not fit the others.
         """
@@ -79,10 +79,10 @@ class WordIndex:
             postings = {}
             for kind in kinds:
                 postings[kind] = _read_postings(folder, kind, num_terms, num_rows[kind])
-        return cls(vocabulary, postings.get(QUERIES), postings.get(LABELS))
+        return cls(vocabulary, queries=postings.get(QUERIES), labels=postings.get(LABELS))
 
     def with_labels(self, texts: Sequence[str]) -> WordIndex:
-        """An index that has the texts of further labels too, in the order of their ids."""
+        """The same index with the texts of further labels, in the order of their ids."""
         if self.labels is None or not texts:
             return self
         counts = TermCounts.of(texts, words)
@@ -92,13 +92,13 @@ class WordIndex:
         return dataclasses.replace(self, joined=joined)
 
     def terms(self, texts: Sequence[str]) -> TermWeights:
-        """The terms of queries, and how much each of them counts."""
+        """The terms of queries, and the weight of each term."""
         return self.vocabulary.weights(TermCounts.of(texts, words))
 
     def nearest_queries(
         self, terms: TermWeights, k: int, hidden: Int64Array | None = None
     ) -> TopLabels:
-        """The k training queries with the largest cosine, equal ones by lower row.
+        """The k training queries with the largest cosines, equal cosines by lower row.
 
         Args:
             terms: of B queries.
@@ -108,6 +108,7 @@ class WordIndex:
             Rows [B, k]; -1 where no further training query has a word in common.
         """
         top = TopLabels.empty(len(terms), k)
+        # One array serves all queries, because there may be millions of rows.
         cosine_N = np.empty(self.queries.shape[1], np.float32)
         for query in range(len(terms)):
             cosine_N.fill(0)
@@ -118,7 +119,7 @@ class WordIndex:
         return top
 
     def label_cosines(self, terms: TermWeights) -> Float32Array:
-        """float32 [B, L], cosines of B queries and all label texts. The result is large if B is."""
+        """float32 [B, L], the cosines of B queries with all label texts; large if B is large."""
         num_exported = self.labels.shape[1]
         num_labels = num_exported
         if self.joined is not None:
@@ -132,13 +133,13 @@ class WordIndex:
 
 
 def _add_cosines(postings: Any, terms: TermWeights, query: int, cosine_N: Float32Array) -> None:
-    """Adds up the cosine of one query with each row.
+    """Adds the cosines of one query with all rows to `cosine_N`.
 
     Args:
         postings: CSR float32 [V, N], the rows that have each term.
         terms: of some queries.
         query: the number of the query among them.
-        cosine_N: float32, the sums, changed in place. The terms are added in ascending order.
+        cosine_N: float32, changed in place. The terms are added in ascending order.
     """
     span = slice(terms.offsets[query], terms.offsets[query + 1])
     columns = terms.columns[span]
@@ -148,15 +149,16 @@ def _add_cosines(postings: Any, terms: TermWeights, query: int, cosine_N: Float3
     for start, stop, weight in zip(starts, stops, weights, strict=True):
         rows = postings.indices[start:stop]
         products = weight * postings.data[start:stop]
-        # Much faster than `cosine_N[rows] += ...`, and than a product of sparse matrices.
+        # Much faster than `cosine_N[rows] += products`, and than a product of sparse matrices.
         np.add.at(cosine_N, rows, products)
 
 
 def nearest_labels(cosine_BL: Float32Array, k: int, hidden: BoolArray | None = None) -> TopLabels:
-    """The k labels of each query with the largest cosine, equal ones by lower id.
+    """The k labels of each query with the largest cosines, equal cosines by lower id.
 
     Args:
-        cosine_BL: cosines with all labels; 0 where no word is common, which is no answer.
+        cosine_BL: cosines with all labels. A label with cosine 0 has no word in common with the
+            query, and is no answer.
         k: labels per query.
         hidden: bool [L], labels that are left out.
     """
@@ -169,8 +171,8 @@ def nearest_labels(cosine_BL: Float32Array, k: int, hidden: BoolArray | None = N
 
 
 def _keep_best(cosine_N: Float32Array, top: TopLabels, query: int) -> None:
-    """Writes the best rows with a positive cosine into one row of an answer."""
-    rows = reaching_kth(cosine_N, top.width, lowest=_TINY)
+    """Writes the best rows that have a positive cosine into `top`, as the answers to one query."""
+    rows = reaching_kth(cosine_N, top.width, lowest=_LEAST_COSINE)
     cosines = cosine_N[rows]
     # Rows ascend, and a stable sort keeps equal cosines in that order.
     order = np.argsort(-cosines, kind="stable")
@@ -218,7 +220,7 @@ def _read_vocabulary(folder: Path) -> Vocabulary:
     are_rarities = len(hashes) == len(idf) and np.isfinite(idf).all()
     if not is_ascending or not are_rarities:
         raise ValueError("expected ascending terms with one rarity each")
-    # `asarray` makes plain arrays over the same memory. In a `memmap`, each look-up would take
+    # `asarray` makes plain arrays over the same memory. Each look-up in a `memmap` would take
     # microseconds longer.
     return Vocabulary(np.asarray(hashes), np.asarray(idf))
 
@@ -228,7 +230,7 @@ def _read_postings(folder: Path, kind: str, num_terms: int, num_rows: int) -> An
     rows = read_array(folder / f"{kind}_rows.npy", np.int32, mapped=True)
     values = read_array(folder / f"{kind}_values.npy", np.float32, mapped=True)
     check_offsets(offsets, num_terms, len(values))
-    # A product of sparse matrices does not check where it writes, so the rows are checked here.
+    # A search would count a negative row from the end, and fail at a row that is too large.
     are_values = len(rows) == len(values) and np.isfinite(values).all()
     if not are_ids(rows, num_rows) or not are_values:
         raise ValueError(f"expected rows below {num_rows} with one value each")
