@@ -1,13 +1,17 @@
 """Measures whether probabilities are right: calibration error, precision and coverage.
 
     ECE@k        expected calibration error of the first k answers (Guo et al., "On Calibration of
-                 Modern Neural Networks", ICML 2017). The answers are sorted into BINS bins of equal
-                 width by probability. The error is the mean distance between the mean probability and
-                 the precision of a bin, weighted by answers.
-    precision    share of relevant labels among answers that are at least this probable
-    coverage     share of queries with such an answer
+                 Modern Neural Networks", ICML 2017). BINS bins of equal width divide the answers by
+                 probability. A bin's error is the distance between the mean probability and the
+                 precision of its answers. ECE is the mean error of the bins, weighted by answers.
+    precision    share of relevant labels among the answers that reach a threshold of probability
+    coverage     share of queries that have such an answer
 
 As for the other metrics, queries without a positive do not count. Pure numpy.
+
+Letters of axes, in addition to those in types.py:
+
+    Q  queries with a positive, of all chunks
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ BINS = 15
 ECE_CUTOFFS = (1, 5, 10)
 DIAGRAM_CUTOFF = 5  # answers of each query in the diagram
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-_WIDTH = max(ECE_CUTOFFS)
+_WIDTH = max(ECE_CUTOFFS)  # answers of each query that count
 
 
 class Reliability:
@@ -61,31 +65,31 @@ class Reliability:
         for k in ECE_CUTOFFS:
             bins = _bins(probability_QK[:, :k], is_hit_QK[:, :k])
             errors[f"ECE@{k}"] = _calibration_error(bins)
-        diagram = _bins(probability_QK[:, :DIAGRAM_CUTOFF], is_hit_QK[:, :DIAGRAM_CUTOFF])
+        diagram_bins = _bins(probability_QK[:, :DIAGRAM_CUTOFF], is_hit_QK[:, :DIAGRAM_CUTOFF])
         thresholds = [_at_threshold(level, probability_QK, is_hit_QK) for level in THRESHOLDS]
-        return {**errors, "bins": diagram, "thresholds": thresholds}
+        return {**errors, "bins": diagram_bins, "thresholds": thresholds}
 
 
 def _bins(probability_QK: Float64Array, is_hit_QK: BoolArray) -> list[dict[str, Any]]:
     """The bins that hold an answer, with mean probability and precision."""
-    is_answer = np.isfinite(probability_QK)
-    probabilities = probability_QK[is_answer]
-    is_hit = is_hit_QK[is_answer]
+    is_answer_QK = np.isfinite(probability_QK)
+    probabilities = probability_QK[is_answer_QK]
+    is_hit = is_hit_QK[is_answer_QK]
     bin_numbers = (probabilities * BINS).astype(np.int64)
     # A probability of 1 belongs to the last bin.
     bin_numbers = np.minimum(bin_numbers, BINS - 1)
-    answers = np.bincount(bin_numbers, minlength=BINS)
-    sums = np.bincount(bin_numbers, weights=probabilities, minlength=BINS)
+    num_answers = np.bincount(bin_numbers, minlength=BINS)
+    probability_sums = np.bincount(bin_numbers, weights=probabilities, minlength=BINS)
     num_hits = np.bincount(bin_numbers, weights=is_hit, minlength=BINS)
     bins = []
-    for number in np.flatnonzero(answers).tolist():
-        count = int(answers[number])
+    for number in np.flatnonzero(num_answers).tolist():
+        count = int(num_answers[number])
         bins.append(
             {
                 "low": number / BINS,
                 "high": (number + 1) / BINS,
                 "answers": count,
-                "probability": float(sums[number]) / count,
+                "probability": float(probability_sums[number]) / count,
                 "precision": float(num_hits[number]) / count,
             }
         )
@@ -93,29 +97,28 @@ def _bins(probability_QK: Float64Array, is_hit_QK: BoolArray) -> list[dict[str, 
 
 
 def _calibration_error(bins: list[dict[str, Any]]) -> float:
-    """Distance between probability and precision, averaged over the answers."""
+    """The mean error of the bins, weighted by answers."""
     error_sum = 0.0
-    answers = 0
-    for row in bins:
-        distance = abs(row["probability"] - row["precision"])
-        error_sum += row["answers"] * distance
-        answers += row["answers"]
-    return error_sum / max(answers, 1)
+    num_answers = 0
+    for filled_bin in bins:
+        error = abs(filled_bin["probability"] - filled_bin["precision"])
+        error_sum += filled_bin["answers"] * error
+        num_answers += filled_bin["answers"]
+    return error_sum / max(num_answers, 1)
 
 
 def _at_threshold(
     level: float, probability_QK: Float64Array, is_hit_QK: BoolArray
 ) -> dict[str, Any]:
     """Precision and coverage of the answers that are at least as probable as `level`."""
-    # A missing answer has the probability NaN and does not pass, because comparisons with NaN are
-    # false.
-    # Probabilities are float32 where they are filtered, so the level is rounded as they are.
+    # `TopLabels.at_least` compares float32 numbers. Rounded to float32, the level lets the same
+    # answers pass here. A missing answer never passes, because comparisons with NaN are false.
     passes_QK = probability_QK >= float(np.float32(level))
-    answers = int(passes_QK.sum())
+    num_answers = int(passes_QK.sum())
     num_hits = int((passes_QK & is_hit_QK).sum())
     return {
         "min_probability": level,
-        "answers": answers,
-        "precision": num_hits / answers if answers else None,
+        "answers": num_answers,
+        "precision": num_hits / num_answers if num_answers else None,
         "coverage": float(passes_QK.any(axis=1).mean()),
     }
