@@ -1,9 +1,9 @@
-"""How `vector_export` writes labels, one function per system.
+"""Writes labels for other systems, one function per system; `vector_export` chooses the function.
 
 Some systems read Parquet files, which hold the blocks of labels almost unchanged. The others read
-lines of JSON, which are documents or bodies of requests. For speed, vectors never become Python
-numbers: Arrow formats all vectors of a block at once, and the text of each vector is inserted into
-the JSON of its label.
+lines of JSON, each of which is a document or the body of a request. For speed, vectors never become
+Python numbers: Arrow formats all vectors of a block at once, and the text of each vector is
+inserted into the JSON of its label.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xmcray.errors import BundleError
 from xmcray.retrieval import vector_readme
 from xmcray.retrieval.export_target import ExportTarget
 
-# What one request to Qdrant or Weaviate holds. By default Qdrant accepts 32 MB.
+# The most that one request to Qdrant or Weaviate holds. By default Qdrant accepts 32 MB.
 REQUEST_ITEMS = 128
 REQUEST_BYTES = 8 << 20
 # The most bytes of a string and of a JSON field in Milvus.
@@ -46,7 +46,7 @@ def _fixed_width(block: pa.Table, dim: int) -> pa.Table:
 
 
 def _with_vectors(block: pa.Table, vectors: pa.Array) -> pa.Table:
-    """A block whose column of vectors is replaced."""
+    """The block with other values in the column of vectors."""
     column = block.column_names.index("vector")
     return block.set_column(column, "vector", vectors)
 
@@ -65,24 +65,26 @@ def _write_milvus(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
 
 
 def _milvus_tables(target: ExportTarget, blocks: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Blocks as Milvus takes them. Adds a note about texts that had to be cut.
+    """Converts blocks to the types that Milvus reads. Adds a note if texts had to be cut.
 
     Raises:
         BundleError: a uid or the attributes of a label do not fit.
     """
     num_cut = 0
     for block in blocks:
-        # Only texts are cut. A uid that is cut could equal that of another label.
+        # Only texts are cut, because a uid could then equal that of another label.
         if _num_too_long(block["uid"]) > 0:
             raise BundleError(
-                f"a uid has more than {MAX_VARCHAR:,} bytes, the most in Milvus; choose another system"
+                f"a uid has more than {MAX_VARCHAR:,} bytes, the most in Milvus;"
+                " choose another system"
             )
         num_cut += _num_too_long(block["text"])
         yield _milvus_table(block)
-    # At this point all blocks are written. The README, which lists the notes, is written next.
+    # The number is known after the last block. The README, which lists the notes, is written later.
     if num_cut:
         target.notes.append(
-            f"{num_cut:,} texts were cut to {MAX_VARCHAR:,} bytes, the most that a VarChar of Milvus holds."
+            f"{num_cut:,} texts were cut to {MAX_VARCHAR:,} bytes,"
+            " the most that a VarChar of Milvus holds."
         )
 
 
@@ -97,16 +99,21 @@ def _milvus_table(block: pa.Table) -> pa.Table:
         "vector": block["vector"],
     }
     if "attributes" in block.column_names:
-        rows = block["attributes"].to_pylist()
-        objects = [_compact_json(_present(attributes)) for attributes in rows]
-        # The JSON is ASCII, so its length is its number of bytes.
-        if max(map(len, objects)) > MAX_JSON:
-            raise BundleError(
-                f"attributes of a label have more than {MAX_JSON:,} bytes of JSON, the most in Milvus;"
-                " choose another system"
-            )
-        columns["attributes"] = pa.array(objects, pa.string())
+        columns["attributes"] = _milvus_attributes(block["attributes"])
     return pa.table(columns)
+
+
+def _milvus_attributes(attributes: pa.ChunkedArray) -> pa.Array:
+    """The attributes of each label as the text of a JSON object."""
+    objects = [_compact_json(_present(row)) for row in attributes.to_pylist()]
+    # The JSON is ASCII, so its length is its number of bytes.
+    largest_bytes = max(len(text) for text in objects)
+    if largest_bytes > MAX_JSON:
+        raise BundleError(
+            f"attributes of a label have more than {MAX_JSON:,} bytes of JSON, the most in Milvus;"
+            " choose another system"
+        )
+    return pa.array(objects, pa.string())
 
 
 def _num_too_long(strings: pa.ChunkedArray) -> int:
@@ -118,7 +125,7 @@ def _num_too_long(strings: pa.ChunkedArray) -> int:
 def _cut(text: str) -> str:
     """The longest start of a text that a VarChar of Milvus holds."""
     start = text.encode()[:MAX_VARCHAR]
-    # If the limit divides a character, its first bytes are ignored.
+    # The limit may divide a character. "ignore" drops the part of it that is left.
     return start.decode(errors="ignore")
 
 
@@ -169,7 +176,7 @@ def _write_weaviate(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
 def _weaviate_collection(
     attributes: pa.Schema | None, field_names: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The collection that the objects are added to."""
+    """The definition of the collection to which the objects are added."""
     properties = [
         {"name": "label_id", "dataType": ["int"]},
         # The tokenization "field" makes Weaviate match a uid as a whole, not by its words.
@@ -234,10 +241,11 @@ def _write_vespa(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
 
 
 # The code points that Vespa refuses in every text (com.yahoo.text.Text): most control characters,
-# U+FDD0 to U+FDDF, and the last two of every plane of Unicode but the first.
+# U+FDD0 to U+FDDF, and U+nFFFE and U+nFFFF of every plane n of Unicode except the first, plane 0.
 _PLANE_ENDS = "".join(rf"\U{plane:04x}fffe-\U{plane:04x}ffff" for plane in range(1, 17))
 _NOT_IN_TEXT = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\ufdd0-\ufddf{_PLANE_ENDS}]")
-# In a document id these code points are percent-encoded, and so is the percent sign itself.
+# In a document id these code points are percent-encoded. The percent sign is encoded too, so that
+# different uids have different document ids.
 _ESCAPED_IN_ID = re.compile(f"{_NOT_IN_TEXT.pattern}|%")
 
 
@@ -268,10 +276,10 @@ def _percent_encoded(match: re.Match[str]) -> str:
 def _labels(block: pa.Table) -> Iterator[dict[str, Any]]:
     """Each label as a dict. Its "vector" is the text of a JSON array."""
     vectors = block["vector"].combine_chunks()
-    # One flat array holds the numbers of all labels. Arrow prints the fewest digits from which the same
-    # float32 can be read.
+    # Arrow formats the numbers of all labels in one flat array. Each gets the fewest digits from
+    # which the same float32 can be read.
     number_texts = pc.cast(vectors.flatten(), pa.string())
-    # The offsets of the vectors cut the flat array into the numbers of each label again.
+    # The offsets of the vectors divide the flat array into the numbers of each label again.
     number_lists = pa.ListArray.from_arrays(vectors.offsets, number_texts)
     joined_numbers = pc.binary_join(number_lists, ",")
     for label in _with_vectors(block, joined_numbers).to_pylist():
@@ -281,14 +289,15 @@ def _labels(block: pa.Table) -> Iterator[dict[str, Any]]:
 
 
 def _present(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes that a label has. Arrow lists those that it lacks as None."""
+    """The attributes that a label has. In Arrow, those that it lacks have the value None."""
     return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _field_names(attributes: pa.Schema | None) -> dict[str, str]:
-    """By attribute, the name of its field in a system that restricts the names of fields.
+    """The name of each attribute's field in a system that restricts the names of fields.
 
-    Characters that are not allowed become _. If two names become equal, the later one gets a further _.
+    Characters that are not allowed become _. If that makes two names equal, the later one gets one
+    more _.
     """
     field_names: dict[str, str] = {}
     for attribute in attributes or ():
@@ -310,11 +319,12 @@ def _fields(label: Mapping[str, Any], field_names: Mapping[str, str]) -> dict[st
 def _request_bodies(name: str, items: Iterable[str]) -> Iterator[str]:
     """Joins items into requests of at most REQUEST_ITEMS items and about REQUEST_BYTES bytes.
 
-    A larger item has a request of its own. There is at least one item.
+    An item of more than REQUEST_BYTES has a request of its own.
 
     Args:
         name: the field of the body that lists the items.
-        items: the JSON of each item. It is ASCII, so its length is its number of bytes.
+        items: the JSON of each of at least one item. It is ASCII, so its length is its number of
+            bytes.
     """
     batch: list[str] = []
     size = 0
@@ -335,10 +345,9 @@ def _request_body(name: str, items: Iterable[str]) -> str:
 
 
 def _json_object(fields: Mapping[str, str]) -> str:
-    """A JSON object of fields whose values are JSON already. Names need no escapes."""
+    """A JSON object whose values are JSON already. The names need no escapes."""
     members = [f'"{name}":{value}' for name, value in fields.items()]
-    joined_members = ",".join(members)
-    return f"{{{joined_members}}}"
+    return "{" + ",".join(members) + "}"
 
 
 _compact_json = json.JSONEncoder(separators=(",", ":")).encode
