@@ -33,8 +33,8 @@ METHODS_GROUP = "xmcray.methods"  # entry points of methods in other packages (m
 def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """Builds a frozen dataclass from its defaults and the given values.
 
-    A settings class lists the former names of its fields in a class attribute `RENAMED`: old name ->
-    new name. Fields that moved to another section are in `MOVED`: old name -> new dotted name.
+    A settings class lists the former names of its fields in a class attribute `RENAMED`: old name
+    -> new name. Fields that moved to another section are in `MOVED`: old name -> new dotted name.
 
     Args:
         values: values by field name; the value of a section is a mapping.
@@ -43,7 +43,7 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
         ConfigError: a key is unknown (the nearest name is given) or missing, or a value has another
             type.
     """
-    # With `from __future__ import annotations`, annotations are strings. This resolves them to types.
+    # `from __future__ import annotations` makes annotations strings. This resolves them to types.
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(cast(Any, kind))}
     new_names = _new_names(kind, where)
@@ -82,7 +82,7 @@ def _has_default(field: dataclasses.Field[Any]) -> bool:
 
 
 def _over_default(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values of a section, completed by those of the default of its field."""
+    """The given values of a section over the values that its field has by default."""
     if field.default_factory is dataclasses.MISSING:
         return values
     default = field.default_factory()
@@ -213,7 +213,7 @@ def _yaml_errors(source: str) -> Iterator[None]:
 
 
 def _mapping(source: str, document: Any) -> dict[str, Any]:
-    """The settings in a document; none in one that is empty or has comments only."""
+    """The settings in a document. A document that is empty, or has comments only, has none."""
     if document is None:
         return {}
     if not isinstance(document, dict):
@@ -278,13 +278,20 @@ def _preset_files() -> dict[str, Traversable]:
         packages.append(top_level)
     files = {}
     for package in packages:
-        try:
-            root = resources.files(package).joinpath("presets")
-        except ImportError:
-            continue  # the registry reports a broken entry point when the method is used
-        for method in _entries(root):
-            for name, file in _yaml_files(method).items():
-                files[f"{method.name}/{name}"] = file
+        files.update(_presets_of(package))
+    return files
+
+
+def _presets_of(package: str) -> dict[str, Traversable]:
+    """The presets of one package by name."""
+    try:
+        root = resources.files(package).joinpath("presets")
+    except ImportError:
+        return {}  # the registry reports a broken entry point when the method is used
+    files = {}
+    for method in _entries(root):
+        for name, file in _yaml_files(method).items():
+            files[f"{method.name}/{name}"] = file
     return files
 
 
@@ -325,7 +332,7 @@ def _plain(value: Any) -> Any:
 
 
 def unknown(what: str, name: str, choices: Sequence[str]) -> str:
-    """The message for a name that is not among `choices`: with the nearest one, or with all."""
+    """The message for a name that is not among `choices`. It says the nearest one, or else all."""
     nearest = difflib.get_close_matches(name, choices, n=1)
     if nearest:
         return f"unknown {what} {name!r}; did you mean {nearest[0]!r}?"
@@ -338,19 +345,22 @@ def check_range(
     low: float,
     high: float | None = None,
 ) -> None:
-    """Raises ConfigError unless low <= value <= high; NaN and infinity are in no range."""
+    """Raises ConfigError unless low <= value <= high; NaN and infinity are in no range.
+
+    If `high` is not given, a float may be as large as MAX_FLOAT.
+    """
     # Twelve digits, because the default of `g` would print 1048576 as 1.04858e+06.
     expected = f"at least {low:.12g}"
     # Comparisons with NaN are false, so it is outside of every range.
     is_inside = low <= value < math.inf
     if high is not None:
-        expected += f" and at most {high:.12g}"
         is_inside = is_inside and value <= high
+        expected += f" and at most {high:.12g}"
     elif value == math.inf:
         expected += " and finite"
     elif isinstance(value, float) and value > MAX_FLOAT:
-        expected += f" and at most {MAX_FLOAT:g}"
         is_inside = False
+        expected += f" and at most {MAX_FLOAT:g}"
     if not is_inside:
         raise ConfigError(f"{name} is {value}, expected {expected}")
 
@@ -366,7 +376,7 @@ def check_ranges(
     Args:
         settings: an instance of a settings class.
         section: dotted name of the section, for messages; "" leaves it out.
-        bounds: the lowest value, or the lowest and the highest one, by name of the field.
+        bounds: by name of the field, the lowest value, or the lowest and the highest value.
     """
     prefix = f"{section}." if section else ""
     for name, bound in bounds.items():
@@ -420,7 +430,7 @@ def differences(
     where: str = "",
 ) -> Iterator[str]:
     """Yields the differences of two configurations, such as "optim.epochs = 3, now 5"."""
-    # Keys of either side, so that a setting that only one of them has is a difference too.
+    # A setting that only one of the two configurations has is a difference too.
     for key in sorted({*before, *now}):
         old = before.get(key)
         new = now.get(key)
