@@ -6,9 +6,9 @@
                                                  raw files have them
     NNNNN.parquet                                uid, text and, if the raw files have it, relevance
 
-In a split, all files of a kind hold the same number of rows, except the last one. The same rows give
-the same bytes. `pack` makes the files of one shard; `array_files.py` joins the arrays of many shards
-into one file, so that few files are mapped.
+In a split, all files of a kind hold the same number of rows, except the last one. The same rows
+always become the same bytes. `pack` makes the files of one shard. `array_files.py` joins the arrays
+of many shards into one file, so that few files are mapped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ctypes
 import io
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def pack(
         vectors: float32 or float16 [rows, W], side vectors, or None.
     """
     stem = shard_stem(shard)
-    # Two bytes per token halve the largest files of a corpus.
+    # Two bytes per token, if ids fit, halve the largest files of a corpus.
     token_type = np.uint16 if vocab_size <= MAX_UINT16_VOCAB else np.uint32
     files = {
         f"{stem}.tokens.npy": _npy(tokens.values.astype(token_type)),
@@ -77,7 +77,7 @@ def pack(
     if vectors is not None:
         files[f"{stem}.{VECTOR_SUFFIX}.npy"] = _npy(vectors)
     sink = io.BytesIO()
-    # Schema metadata may name the version of a library: without it the bytes are the same.
+    # The metadata of the schema may name the version of a library, which would change the bytes.
     pq.write_table(texts.replace_schema_metadata(None), sink, compression="zstd")
     files[f"{stem}.parquet"] = sink.getvalue()
     return files
@@ -91,7 +91,7 @@ def _npy(array: Array) -> bytes:
 
 
 class ShardedRows:
-    """Ragged rows of one split; a file is opened when one of its rows is read first.
+    """Ragged rows of one split. A file is opened when one of its rows is read for the first time.
 
     Args:
         folder: folder of the split.
@@ -118,23 +118,10 @@ class ShardedRows:
         ids = np.asarray(rows, np.int64)
         order = np.argsort(ids, kind="stable")
         pieces = by_shard(ids[order], self._num_rows, self._shard_rows)
-        starts = np.empty(len(ids), np.int64)
-        stops = np.empty(len(ids), np.int64)
-        num_values = np.empty(len(ids), np.int64)
-        for piece in pieces:
-            opened = self._opened(piece.shard)
-            starts[piece.span] = opened.offsets[piece.local_rows]
-            stops[piece.span] = opened.offsets[piece.local_rows + 1]
-            num_values[piece.span] = len(opened.values)
-        lengths = stops - starts
-        # Only the offsets of these rows are checked. Checking a file when it is opened would read all
-        # of it.
-        is_damaged = np.any(starts < 0) or np.any(lengths < 0) or np.any(stops > num_values)
-        if is_damaged:
-            raise self._damaged("offsets that are not those of its rows")
+        starts, lengths = self._locate(pieces, len(ids))
         offsets = offsets_of(lengths)
-        # `places` says where each value is in its shard. A row starts at `offsets[:-1]` in the result and
-        # at `starts` in its shard, so all values of the row are shifted by the difference.
+        # `places` says where each value is in its shard. A row starts at `offsets[:-1]` in the
+        # result and at `starts` in its shard, so its values are shifted by the difference.
         shifts = starts - offsets[:-1]
         places = np.arange(offsets[-1]) + np.repeat(shifts, lengths)
         values = np.empty(len(places), np.int64)
@@ -145,16 +132,40 @@ class ShardedRows:
             values[first:last] = shard_values[places[first:last]]
         if not are_ids(values, self._limit):
             raise self._damaged(f"{self._kind} ids outside 0 to {self._limit - 1}")
-        # The rows were read in ascending order. The inverse permutation restores the caller's order.
+        # The rows were read in ascending order. The inverse permutation restores the given order.
         inverse = np.argsort(order)
         return Ragged(values, offsets).take(inverse)
+
+    def _locate(self, pieces: Sequence[ShardPiece], num_rows: int) -> tuple[Int64Array, Int64Array]:
+        """Where each of some sorted rows starts in its shard, and its length.
+
+        Only the offsets of these rows are checked. Checking a file when it is opened would read all
+        of it.
+
+        Args:
+            pieces: the rows by shard.
+            num_rows: the number of these rows.
+        """
+        starts = np.empty(num_rows, np.int64)
+        stops = np.empty(num_rows, np.int64)
+        num_values = np.empty(num_rows, np.int64)
+        for piece in pieces:
+            opened = self._opened(piece.shard)
+            starts[piece.span] = opened.offsets[piece.local_rows]
+            stops[piece.span] = opened.offsets[piece.local_rows + 1]
+            num_values[piece.span] = len(opened.values)
+        lengths = stops - starts
+        is_damaged = np.any(starts < 0) or np.any(lengths < 0) or np.any(stops > num_values)
+        if is_damaged:
+            raise self._damaged("offsets that are not those of its rows")
+        return starts, lengths
 
     @property
     def _num_shards(self) -> int:
         return math.ceil(self._num_rows / self._shard_rows)
 
     def check_num_rows(self) -> None:
-        """Checks that the last file has its rows, and that there is no further file.
+        """Checks that the last file is complete, and that there is no further file.
 
         Earlier files are checked when they are opened.
 
@@ -177,19 +188,19 @@ class ShardedRows:
         return lengths
 
     def empty_rows(self) -> Int64Array:
-        """int64, rows without a value, ascending. Needs no array as long as the split."""
+        """int64, the rows without a value, ascending. It allocates no array of all rows."""
         empty_rows = [np.empty(0, np.int64)]
         for start, offsets in self._offset_blocks():
-            # Most blocks have no such row. One comparison of their offsets shows that.
+            # In most blocks no row is empty, and one comparison of all offsets shows that.
             if not np.all(offsets[:-1] < offsets[1:]):
                 is_empty = self._lengths_of(offsets) == 0
                 empty_rows.append(start + np.flatnonzero(is_empty))
         return np.concatenate(empty_rows)
 
     def _offset_blocks(self) -> Iterator[tuple[int, Int64Array]]:
-        """The first row of each block of rows, and int64 [rows + 1], the offsets of its rows.
+        """For each block of rows its first row, and int64 [rows + 1], the offsets of its rows.
 
-        The files are read and not mapped, because the mappings are tuned for random access.
+        The files are read, because their mappings are tuned for access at random places.
         """
         for shard in range(self._num_shards):
             # Opening the shard also checks the first and the last of its offsets.
@@ -204,6 +215,7 @@ class ShardedRows:
                 yield shard * self._shard_rows + start, offsets
 
     def _lengths_of(self, offsets: Int64Array) -> Int64Array:
+        """The lengths of the rows with these offsets."""
         lengths = np.diff(offsets)
         if lengths.min() < 0:
             raise self._damaged("offsets that are not those of its rows")
@@ -219,7 +231,7 @@ class ShardedRows:
         return DataError(f"{self._folder} has {what}; prepare the corpus again")
 
     def _opened(self, shard: int) -> Ragged:
-        """The mapped rows of one shard; its values keep the type that they are stored in."""
+        """The mapped rows of one shard. The values keep the type in which they are stored."""
         opened = self._open_shards.get(shard)
         if opened is None:
             path = self._values_path(shard)
@@ -227,7 +239,7 @@ class ShardedRows:
                 values = _map(path, VALUE_TYPES)
                 offsets = _map(self._offsets_path(shard), (np.int64,))
                 num_rows = rows_of_shard(shard, self._num_rows, self._shard_rows)
-                # Only the first and the last offset are checked here. `take` checks those in between.
+                # Only the first and the last offset are checked here, the others when they are read.
                 is_complete = offsets.shape == (num_rows + 1,) and offsets[0] == 0
                 if not is_complete or offsets[-1] != len(values):
                     raise ValueError(f"the offsets are not those of {num_rows} rows")
@@ -237,7 +249,7 @@ class ShardedRows:
 
 
 class ShardedVectors:
-    """Side vectors of one split; a file is opened when one of its rows is read first.
+    """Side vectors of one split. A file is opened when one of its rows is read for the first time.
 
     Args:
         folder: folder of the split.
@@ -268,7 +280,7 @@ class ShardedVectors:
         return vectors
 
     def _opened(self, shard: int) -> Array:
-        """[rows, W], the mapped vectors of one file, in the type that they are stored in."""
+        """[rows, W], the mapped vectors of one file, in the type in which they are stored."""
         opened = self._open_shards.get(shard)
         if opened is None:
             path = self._folder / f"{shard_stem(shard)}.{VECTOR_SUFFIX}.npy"
@@ -288,7 +300,7 @@ def rows_of_shard(shard: int, num_rows: int, shard_rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ShardPiece:
-    """Those of some sorted rows that lie in one shard.
+    """The part of some sorted rows that lies in one shard.
 
     Attributes:
         shard: number of the shard.
@@ -327,9 +339,9 @@ def by_shard(sorted_rows: Int64Array, num_rows: int, shard_rows: int) -> list[Sh
 
 
 def _map(path: Path, dtypes: tuple[npt.DTypeLike, ...], ndim: int = 1) -> Array:
-    """A read-only view of an .npy file that keeps no file descriptor.
+    """A read-only view of an .npy file that keeps no file descriptor open.
 
-    `numpy.memmap` holds one descriptor per file. Thousands of shards of an older corpus may be open
+    `numpy.memmap` keeps one descriptor per file. Thousands of shards of an older corpus may be open
     at once, and the usual limit is 1,024 descriptors.
 
     Args:
@@ -344,7 +356,7 @@ def _map(path: Path, dtypes: tuple[npt.DTypeLike, ...], ndim: int = 1) -> Array:
     data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy()
     _advise_random(data)
     view: Array = data[start:].view(dtype).reshape(shape)
-    # Writing into the private mapping would change this process's copy only, unnoticed.
+    # Writing into the private mapping would silently change this process's copy only.
     view.flags.writeable = False
     return view
 
@@ -352,8 +364,8 @@ def _map(path: Path, dtypes: tuple[npt.DTypeLike, ...], ndim: int = 1) -> Array:
 def _advise_random(data: Array) -> None:
     """Tells the operating system that a mapping is read at random places.
 
-    Otherwise each access reads megabytes ahead. If the corpus is larger than the memory, these pages
-    evict others that are still needed.
+    Otherwise each access reads megabytes ahead. If the corpus is larger than the memory, these
+    pages replace others that are still needed.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is not None:
