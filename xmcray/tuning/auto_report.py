@@ -16,15 +16,15 @@ from xmcray.training.part_weights import METRICS
 
 Json = Mapping[str, Any]  # results.json, or an object in it
 _BASELINE_NOTE = (
-    "The TF-IDF memory is the simple baseline: the labels of the ten training queries whose words and"
-    " pairs of words are most similar. It trains nothing. A linear classifier (one-vs-rest) is not"
-    " trained here."
+    "The TF-IDF memory is the simple baseline: the labels of the ten training queries whose words"
+    " and pairs of words are most similar. It trains nothing. A linear classifier (one-vs-rest) is"
+    " not trained here."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A table of the page. The note is a paragraph under it."""
+    """A table of the page, with a note as a paragraph below it."""
 
     title: str
     columns: Sequence[str]
@@ -51,7 +51,7 @@ def write_page(path: Path, corpus: Corpus, result: Json) -> None:
         "auto_report.html.j2",
         title=f"Automatic choice on {corpus.card.name}",
         subtitle=_subtitle(corpus, result),
-        # A study without comparisons or unfinished trials shows no empty table.
+        # A table may be empty, such as that of what more time would try.
         tables=[table for table in tables if table.rows],
     )
     write_text(path, page)
@@ -65,12 +65,13 @@ def _subtitle(corpus: Corpus, result: Json) -> str:
     num_finished = states.count("finished")
     spent_min = result["spent_s"] / 60
     budget_min = result["budget_s"] / 60
+    load = result["load"]
     sentences = [
         f"{card.num_train:,} training queries, {card.num_labels:,} labels.",
         f"Best: {best}.",
         f"{num_finished} of {len(states)} trials trained to the end.",
         f"{spent_min:.1f} of {budget_min:.1f} minutes spent on {result['cores']} cores.",
-        f"The load was {result['load']:.1f} at the end; other processes, if any, took a part of the time.",
+        f"The load was {load:.1f} at the end; other processes, if any, took a part of the time.",
         f"xmcray {__version__}.",
     ]
     return " ".join(sentences)
@@ -126,29 +127,28 @@ def _parts_table(result: Json) -> _Table:
     columns = ["part", "weight", *headings, "p"]
     metrics_of_all = " / ".join(_percents(choice["metrics"]))
     refitted = ", ".join(result["bundle"]["refitted"]) or "none"
-    note = (
-        f"With all parts that have a weight: {metrics_of_all} on {choice['queries']:,} held-out queries. p:"
-        f" paired test of the answers with and without the part. Trained once more on all queries: {refitted}."
-    )
-    return _Table("Parts of the bundle", columns, rows, note)
+    num_queries = choice["queries"]
+    sentences = [
+        f"With all parts that have a weight: {metrics_of_all} on {num_queries:,} held-out queries.",
+        "p: paired test of the answers with and without the part.",
+        f"Trained once more on all queries: {refitted}.",
+    ]
+    return _Table("Parts of the bundle", columns, rows, " ".join(sentences))
 
 
 def _percents(metrics: Mapping[str, float]) -> list[str]:
+    """The values of METRICS, in percent."""
     return [percent(metrics[metric]) for metric in METRICS]
 
 
 def _trials_table(result: Json) -> _Table:
     rows = []
     for trial in sorted(result["trials"], key=_score, reverse=True):
-        epochs_done = 0
-        if trial["curve"]:
-            # A curve is a list of pairs: epochs done, and score.
-            epochs_done, _ = trial["curve"][-1]
         cells = [
             trial["name"],
             trial["preset"],
             trial["encoder"],
-            f"{epochs_done} of {trial['epochs']}",
+            f"{_epochs_done(trial)} of {trial['epochs']}",
             percent(trial["score"]),
             f"{trial['seconds']:.0f}",
             _state(trial),
@@ -160,6 +160,15 @@ def _trials_table(result: Json) -> _Table:
         " trials of a method are stopped after a third of their epochs if they are behind."
     )
     return _Table("What was tried", columns, rows, note)
+
+
+def _epochs_done(trial: Json) -> int:
+    """Epochs before the last validation; 0 if there was none."""
+    if not trial["curve"]:
+        return 0
+    # A validation is a pair of epochs and score.
+    epochs, _ = trial["curve"][-1]
+    return int(epochs)
 
 
 def _score(trial: Json) -> float:
@@ -195,4 +204,5 @@ def _p_value(value: float) -> str:
 
 
 def _points(difference: float) -> str:
+    """A difference of two metrics in percentage points, with its sign."""
     return f"{100 * difference:+.2f}"
