@@ -473,8 +473,7 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         return _convert_number(hint, value, name)
     if origin is None and isinstance(value, hint):
         return value
-    expected = getattr(hint, "__name__", hint)
-    raise ConfigError(f"{name} is {value!r}, expected {expected}")
+    raise ConfigError(f"{name} is {value!r}, expected {_described(hint)}")
 
 
 def _convert_mapping(hints: tuple[Any, ...], value: Mapping[Any, Any], name: str) -> dict[Any, Any]:
@@ -518,4 +517,12 @@ def _convert_union(hint: Any, value: Any, name: str) -> Any:
             return _convert(option, value, name)
         except ConfigError:
             continue
-    raise ConfigError(f"{name} is {value!r}, expected {hint}")
+    expected = ", ".join(_described(option) for option in options)
+    raise ConfigError(f"{name} is {value!r}, expected one of {expected}")
+
+
+def _described(hint: Any) -> str:
+    """A type for messages: the values of a `Literal`, or else the name of the type."""
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(str(choice) for choice in typing.get_args(hint))
+    return getattr(hint, "__name__", str(hint))

@@ -93,7 +93,7 @@ def test_overrides_win_over_files_and_leave_the_rest() -> None:
         ("inner.count=true", "inner.count is True, expected int"),
         ("inner.switch=1", "inner.switch is 1, expected bool"),
         ("inner.mode=slow", "inner.mode is 'slow', expected one of fast, exact"),
-        ("inner.weight=none", "inner.weight is 'none', expected"),
+        ("inner.weight=none", "inner.weight is 'none', expected one of prior, float"),
         ("inner=3", "inner is 3, expected a section with settings"),
         ("name.x=3", "override 'name.x=3': 'name' is a value, not a section"),
     ],
