@@ -172,6 +172,18 @@ def test_mistakes_are_raised_as_one_line(tmp_path: Path) -> None:
         "no run.json": lambda: xmcray.export(corpus, tmp_path / "bundle"),
         "does not exist": lambda: xmcray.evaluate(tmp_path / "none", corpus),
         "to is 'quadrant'": lambda: xmcray.export("run", "out", to="quadrant"),
+        "resume is 'always'": lambda: xmcray.train(
+            "astra", corpus, tmp_path / "run", workers=0, resume="always"
+        ),
+        "paths is an empty list": lambda: xmcray.fuse([], corpus, tmp_path / "new"),
+        "data is an empty list": lambda: xmcray.fuse(["run"], [], tmp_path / "new"),
+        "format is for raw files": lambda: xmcray.prepare(
+            {"labels": table}, tmp_path / "new", format="lf"
+        ),
+        "splits is for raw files": lambda: xmcray.prepare(
+            {"labels": table}, tmp_path / "new", splits={"train": "x"}
+        ),
+        "budget is 0": lambda: xmcray.auto(corpus, tmp_path / "new", budget=0),
     }
     for message, call in mistakes.items():
         with pytest.raises(XmcrayError, match=message) as raised:

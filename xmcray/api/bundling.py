@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from xmcray import config as configs
 from xmcray.api.settings_sources import Location, Settings, merged, text_of, texts_of
+from xmcray.errors import ConfigError
 from xmcray.paths import bundle_at
 
 if TYPE_CHECKING:
@@ -78,13 +79,16 @@ def fuse(
         StorageError: `out` exists, or the disk is full.
     """
     members = texts_of("paths", paths)
+    corpora = [data] if isinstance(data, str | os.PathLike) else data
+    for name, items in (("paths", members), ("data", corpora)):
+        if not items:
+            raise ConfigError(f"{name} is an empty list, expected at least one; name them")
     from xmcray.data.corpus import Corpus
     from xmcray.progress import counting
     from xmcray.storage.artifact import refuse_existing
     from xmcray.training.fuse import fuse as write_fused
 
     refuse_existing(os.fspath(out))
-    corpora = [data] if isinstance(data, str | os.PathLike) else data
     corpus, *retokenized = [Corpus.open(os.fspath(path)) for path in corpora]
     with counting("training queries", corpus.card.num_train, progress) as count:
         return write_fused(

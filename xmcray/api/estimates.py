@@ -44,7 +44,7 @@ def plan(
         queries: number of training queries.
         tokens_per_text: average of queries and label texts; 16 if not given.
         positives: labels of a query; 5 if not given.
-        workers: training processes, in place of `cluster.workers`.
+        workers: training processes, in place of `cluster.workers`; 0 is one process without Ray.
         device: "cpu", which is measured here, or a device such as "a100-80gb".
         memory_gb: memory of each worker, in units of 10^9 bytes.
         price_per_hour: price of one worker with its share of a machine.
@@ -54,7 +54,7 @@ def plan(
         ResourceError: a worker needs more memory than it has; the message names what to change.
     """
     check_method_name(method)
-    numbers = {"memory_gb": memory_gb, "price_per_hour": price_per_hour, "workers": workers}
+    numbers = {"memory_gb": memory_gb, "price_per_hour": price_per_hour}
     for name, value in numbers.items():
         if value is not None and not value > 0:  # NaN is not above 0 either
             raise ConfigError(f"{name} is {value:g}, expected more than 0")
@@ -65,7 +65,7 @@ def plan(
     from xmcray.training.run_config import MOST_WORKERS, RunConfig
 
     if workers is not None:
-        check_range("workers", workers, 1, MOST_WORKERS)
+        check_range("workers", workers, 0, MOST_WORKERS)
     settings = RunConfig.resolve(method, values)
     size = _data_size(data, labels, queries, tokens_per_text, positives)
     from xmcray.planning import plan as planning

@@ -77,8 +77,10 @@ def prepare(
         DataError: no layout fits the files, or a row is malformed.
         StorageError: `out` exists, or the disk is full.
     """
-    if format != "datasets":
-        of_datasets = {"columns": columns, "configuration": configuration, "splits": splits}
+    of_datasets = {"columns": columns, "configuration": configuration, "splits": splits}
+    if isinstance(source, Mapping):
+        _refuse_options({"format": format, **of_datasets}, (), "is for raw files, not for tables")
+    elif format != "datasets":
         _refuse_options(of_datasets, (), "is for format datasets")
     if format == "datasets" or isinstance(source, Mapping):
         with _raw_tables(source, columns, configuration, splits, progress) as folder:

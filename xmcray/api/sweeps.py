@@ -455,7 +455,7 @@ def _seconds_of(text: str) -> float:
     Raises:
         ConfigError: it is no time, or 0.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", str(text))
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if seconds <= 0:
         raise ConfigError(f"budget is {text!r}, expected a time such as 90s, 20m or 2h")

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from rich.progress import Progress
 
+from xmcray import config as configs
 from xmcray.data.append import appended_files, settings_of
 from xmcray.data.appended_labels import match_labels, removed_rows
 from xmcray.data.chunks import (
@@ -87,7 +88,7 @@ def prepare(
         ResourceError: no CPU became free for the pipeline.
         StorageError: `out` exists, or the disk is full.
     """
-    config = PrepareConfig(**settings)
+    config = configs.build(PrepareConfig, settings)
     about = {
         "name": name,
         "source": source.name,

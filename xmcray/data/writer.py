@@ -72,6 +72,8 @@ class PrepareConfig:
         check_range("max_len", self.max_len, 1, MAX_LEN)
         check_range("label_max_len", self.label_max_len, 1, MAX_LEN)
         check_range("vocab_size", self.vocab_size, 1, 1 << 24)
+        if len(self.propensity) != 2:
+            raise ConfigError(f"propensity is {self.propensity}, expected two numbers, A and B")
         a, b = self.propensity
         check_range("propensity A", a, 0, 10)
         # With 0, a label without training queries would get an infinite weight.

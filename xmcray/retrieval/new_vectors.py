@@ -69,8 +69,10 @@ def _text_vectors(retriever: Retriever, texts: Sequence[str]) -> Float32Array:
     """What the encoder makes of the texts of labels, float32 [n, D]."""
     tokens = retriever.tokenizer.encode_labels(texts)
     if not tokens.lengths.all():
-        empty_text = texts[int(tokens.lengths.argmin())]
-        raise DataError(f"text {empty_text[:80]!r} of a label has no token; reword it")
+        place = int(tokens.lengths.argmin())
+        raise DataError(
+            f"text {place + 1} of {len(texts)}, {texts[place][:80]!r}, has no token; reword it"
+        )
     return retriever.query_encoder.encode_labels(tokens)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from xmcray.config import check_range
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import ConfigError, StorageError, XmcrayError
 from xmcray.retrieval.answers import FoundLabel, named_answers
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from xmcray.retrieval.reranker import Reranker
 
 CHUNK = 1024  # queries searched at once
+_MOST_THREADS = 4_096
 _MOST_OPENINGS = 5  # of a bundle that other processes change meanwhile
 
 
@@ -122,6 +124,7 @@ class Retriever:
     ) -> Retriever:
         """As `load`, of a local folder whose files are verified, or were written by this process."""
         if threads is not None:
+            check_range("threads", threads, 1, _MOST_THREADS)
             torch.set_num_threads(threads)
         num_threads = threads or torch.get_num_threads()
         opening = _Opening(num_threads, _device(device), subset, precision, sha256)
@@ -219,9 +222,12 @@ class Retriever:
             queries: texts, or token ids, which may have side vectors.
             vectors: float32 [B, W], side vectors of the texts; members without a mixer ignore them.
         Raises:
-            ConfigError: these are token ids, and there are several members.
+            ConfigError: these are token ids, and there are several members; or `queries` is a
+                single string, or has something that is no text.
         """
-        if isinstance(queries, Ragged) and len(self.members) > 1:
+        if not isinstance(queries, Ragged):
+            _check_texts("encode", queries)
+        elif len(self.members) > 1:
             raise ConfigError(NO_TEXTS)
         parts = [member.query_encoder.encode(queries, vectors) for member in self.members]
         return np.concatenate(parts, axis=1)
@@ -277,7 +283,7 @@ class Retriever:
                 no text, there is no memory, there are no probabilities, or the bundle cannot use
                 these vectors.
         """
-        _check_texts(texts)
+        _check_texts("search", texts)
         self._check_k(k)
         if explain and not self.explains:
             raise no_memory()
@@ -540,16 +546,16 @@ class _Opening:
         return Retriever(query_encoder, labels, memory, self.sha256)
 
 
-def _check_texts(texts: Sequence[str]) -> None:
-    """Raises ConfigError unless these are texts that a tokenizer can read."""
+def _check_texts(function: str, texts: Sequence[str]) -> None:
+    """Raises ConfigError unless a function was given texts that a tokenizer can read."""
     if isinstance(texts, str):
         raise ConfigError(
-            "search was given one string, expected a list of texts; write search([text])"
+            f"{function} was given one string, expected a list of texts; write {function}([text])"
         )
     for text in texts:
         if not isinstance(text, str):
             raise ConfigError(
-                f"search was given {text!r:.80}, expected texts; write search([text])"
+                f"{function} was given {text!r:.80}, expected texts; write {function}([text])"
             )
         try:
             text.encode()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from xmcray import credentials, logs
+from xmcray.config import check_choice
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.node_copy import CorpusSource
@@ -99,6 +100,7 @@ def train(
         XmcrayError: the user's mistakes.
         Terminated: SIGTERM came; a checkpoint holds what was trained.
     """
+    check_choice("resume", resume, ("auto", "never"))
     _refuse_mistakes(corpus, out, config, refit)
     path = Path(out).absolute()
     opened = Corpus.open(corpus)

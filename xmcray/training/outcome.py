@@ -188,7 +188,8 @@ def check_fits(retriever: Retriever, corpus: Corpus) -> None:
     ours = retriever.settings.num_labels
     theirs = corpus.card.num_labels
     has_joined = retriever.settings.first_added is not None
-    if has_joined or not np.array_equal(retriever.labels.removed, corpus.removed_labels):
+    removed_here = np.setdiff1d(retriever.labels.removed, corpus.removed_labels)
+    if has_joined or len(removed_here):
         raise DataError(
             "labels joined or were removed since the bundle was exported, and its corpus does not know"
             " them; name the bundle as it was (`xmcray export RUN --out NEW` makes it again)"
@@ -196,6 +197,12 @@ def check_fits(retriever: Retriever, corpus: Corpus) -> None:
     if ours != theirs:
         raise DataError(
             f"the bundle has {ours:,} labels, corpus {corpus.path} has {theirs:,}; name its own corpus"
+        )
+    removed_there = np.setdiff1d(corpus.removed_labels, retriever.labels.removed)
+    if len(removed_there):
+        raise DataError(
+            f"corpus {corpus.path} has removed labels that the bundle answers with,"
+            f" {len(removed_there):,} of them; name its own corpus"
         )
     own_files = corpus.tokenizer().to_files()
     # Several members get texts, so it is enough that the corpus is one of those they come from.

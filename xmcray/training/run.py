@@ -230,6 +230,11 @@ def open_or_create(
         raise RunError(f"{path} was started {first_run}; say so again or choose another --out")
     if run.corpus_sha256 != corpus.sha256:
         raise RunError(f"{path} was trained on another corpus ({run.corpus}); choose another --out")
+    if run.config.method_name != config.method_name:
+        raise RunError(
+            f"{path} was started with method {run.config.method_name}, now {config.method_name}; use the"
+            " same method or another --out"
+        )
     for change in sorted(configs.differences(run.config.to_dict(), config.to_dict())):
         if not change.startswith(_MAY_CHANGE):
             raise RunError(

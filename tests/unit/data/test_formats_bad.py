@@ -65,6 +65,7 @@ def read(folder: Path, bad: list[BadRow]) -> list[Row]:
             "relevance -inf of label 0 is not a finite",
         ),
         (b'{"uid": "x", "labels": [0], "relevance": [1e300]}', "is not a finite number"),
+        (b'{"uid": "x", "labels": [0], "relevance": [-1]}', "relevance -1 is below 0, expected at"),
         (b'{"uid": "x", "labels": [0], "relevance": ["1"]}', "is not a finite number"),
         (b'{"uid": "x", "labels": [0, 1], "relevance": [1.0]}', "1 relevance values for 2 labels"),
         (b'{"uid": "x", "text": "\xff"}', "not UTF-8 (byte 0xff at position 22)"),

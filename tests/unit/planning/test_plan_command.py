@@ -149,7 +149,7 @@ def test_a_plan_has_the_threads_of_the_placement(
         (f"astr {SIZE}", "did you mean 'astra'"),
         (f"astra {SIZE[:-4]}81gb", "did you mean 'a100-80gb'"),
         (f"astra {SIZE} --memory-gb 1", "a worker needs"),
-        (f"astra {SIZE} --workers 0", "workers is 0, expected more than 0"),
+        (f"astra {SIZE} --workers -1", "workers is -1, expected at least 0"),
         (f"astra {SIZE} --labels many", "not a number"),
         (f"astra {SIZE} --labels 0", "--labels is 0, expected at least 1"),
         (f"astra {SIZE} --labels 1.5", "'1.5' is not an integer"),
@@ -164,6 +164,11 @@ def test_a_plan_has_the_threads_of_the_placement(
 )
 def test_a_mistake_is_one_line(arguments: str, said: str, shell: Shell) -> None:
     assert said in shell.error(f"plan {arguments}")
+
+
+def test_a_training_without_ray_has_a_plan(shell: Shell) -> None:
+    by_option = shell.run(f"plan astra {SIZE} --workers 0")
+    assert by_option == shell.run(f"plan astra {SIZE} --set cluster.workers=0")
 
 
 def test_the_page_on_scale_is_up_to_date_and_its_refresh_is_shorter_than_an_epoch() -> None:

@@ -382,6 +382,15 @@ class TestCommand:
         with pytest.raises(DataError, match="labels joined or were removed"):
             memory_bundle(str(bundle), corpus, tmp_path / "third")
 
+    def test_a_corpus_without_some_of_its_labels_is_another_one(
+        self, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        encoder = self.encoder(corpus, tmp_path / "encoder")
+        memory_bundle(str(encoder), corpus, tmp_path / "first")
+        monkeypatch.setattr(corpus, "removed_labels", np.arange(2))
+        with pytest.raises(DataError, match="has removed labels that the bundle answers with, 2"):
+            memory_bundle(str(tmp_path / "first"), corpus, tmp_path / "second")
+
     def test_mistakes_are_one_line(
         self,
         corpus: Corpus,

@@ -200,9 +200,16 @@ def test_k_out_of_range(bundle, k):
         retriever.top_labels(Ragged.empty(1), k)
 
 
-def test_one_string_instead_of_a_list(bundle):
-    with pytest.raises(ConfigError, match="list of texts"):
-        Retriever.load(bundle).search("label")
+@pytest.mark.parametrize("function", ["search", "encode"])
+def test_one_string_instead_of_a_list(bundle, function):
+    retriever = Retriever.load(bundle)
+    with pytest.raises(ConfigError, match=f"{function} was given one string, expected a list"):
+        getattr(retriever, function)("label")
+
+
+def test_threads_are_a_number_of_threads(bundle):
+    with pytest.raises(ConfigError, match="threads is 0, expected at least 1"):
+        Retriever.load(bundle, threads=0)
 
 
 @pytest.mark.parametrize(

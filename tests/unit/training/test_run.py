@@ -29,10 +29,10 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
-def start(path: Path, *settings: str) -> Run:
+def start(path: Path, *settings: str, method: str = "astra") -> Run:
     corpus: Any = AnyCorpus(str(path.parent / "corpus"))
     with locked(path, RUN_FOLDER):
-        return open_or_create(path, RunConfig.resolve("astra", {}, settings), corpus, "auto")
+        return open_or_create(path, RunConfig.resolve(method, {}, settings), corpus, "auto")
 
 
 @pytest.mark.parametrize("name", ["run.json", "config.yaml"])
@@ -79,6 +79,12 @@ def test_the_configuration_of_the_start_stays_when_only_the_machine_changes(tmp_
     assert {path.name: path.read_bytes() for path in first.path.iterdir()} == before
     with pytest.raises(RunError, match=r"was started with optim\.epochs = 15, now 3"):
         start(tmp_path / "r", "optim.epochs=3")
+
+
+def test_another_method_in_a_folder_is_named(tmp_path: Path) -> None:
+    start(tmp_path / "r")
+    with pytest.raises(RunError, match="was started with method astra, now unidec"):
+        start(tmp_path / "r", method="unidec")
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,10 @@ class RowParser:
         # Nearly all files have integers, which need no look-up. (bool is another type than int.)
         if fields.labels_are_uids or set(map(type, labels)) != {int}:
             labels = [self._label_id(label) for label in labels]
-        return check_labels(labels, relevance, num_labels)
+        label_ids, numbers = check_labels(labels, relevance, num_labels)
+        if numbers is not None and min(numbers, default=0.0) < 0:
+            raise BadValue(f"{fields.relevance} {min(numbers):g} is below 0, expected at least 0")
+        return label_ids, numbers
 
     def _label_id(self, label: object) -> int:
         if type(label) is int and not self._fields.labels_are_uids:
