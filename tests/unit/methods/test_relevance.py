@@ -197,10 +197,10 @@ def test_relevance_that_is_missing_is_refused(tmp_path: Path) -> None:
         TrainingData(plain, DataConfig(relevance="weight"))
 
 
-def test_relevance_that_is_negative_is_refused(tmp_path: Path) -> None:
-    negative = regraded_corpus(tmp_path, -1)
+def test_relevance_that_is_0_everywhere_is_refused(tmp_path: Path) -> None:
+    irrelevant = regraded_corpus(tmp_path, 0)
     with pytest.raises(DataError, match="expected numbers of at least 0, not all"):
-        TrainingData(negative, DataConfig(relevance="sample"))
+        TrainingData(irrelevant, DataConfig(relevance="sample"))
 
 
 def metrics_of_order(corpus: Corpus, *, least_relevant_first: bool) -> dict[str, float]:
@@ -279,13 +279,13 @@ def test_voters_weigh_their_positives(rising: Corpus, tmp_path: Path) -> None:
     assert len(set(expected.tolist())) > 1
 
 
-def test_relevance_below_0_cannot_weigh_votes(tmp_path: Path) -> None:
+def test_relevance_of_0_alone_cannot_weigh_votes(tmp_path: Path) -> None:
     """A memory may be of another corpus than the one that a run was trained on and checked with."""
     about = {"config": {"data": {"relevance": "weight"}}}
     with pytest.raises(
         DataError, match="relevance below 0, or 0 alone, by which no query can vote"
     ):
-        relevance_of(about, regraded_corpus(tmp_path, -1))
+        relevance_of(about, regraded_corpus(tmp_path, 0))
 
 
 def test_a_graded_split_whose_positives_are_all_filtered_is_one_line(tmp_path: Path) -> None:
