@@ -50,7 +50,8 @@ def _table(title: str, rows: _Rows) -> Table:
 def sections(plan: Plan) -> dict[str, _Rows]:
     """Rows of name and value, by the title of their section."""
     limit = _with_unit(plan.limit_bytes, _BYTES)
-    memory_title = f"Memory, {plan.workers} workers ({plan.device}, at most {limit} for each)"
+    workers = "1 worker" if plan.workers == 1 else f"{plan.workers} workers"
+    memory_title = f"Memory, {workers} ({plan.device}, at most {limit} for each)"
 
     queries_per_s = plan.batch / plan.step_seconds
     step_title = f"A step of {plan.batch:,} queries, {queries_per_s:,.0f} per second"

@@ -169,6 +169,7 @@ def test_a_mistake_is_one_line(arguments: str, said: str, shell: Shell) -> None:
 def test_a_training_without_ray_has_a_plan(shell: Shell) -> None:
     by_option = shell.run(f"plan astra {SIZE} --workers 0")
     assert by_option == shell.run(f"plan astra {SIZE} --set cluster.workers=0")
+    assert "Memory, 1 worker (" in by_option
 
 
 def test_the_page_on_scale_is_up_to_date_and_its_refresh_is_shorter_than_an_epoch() -> None:
