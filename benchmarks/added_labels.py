@@ -19,7 +19,7 @@ import data_sets
 import numpy as np
 from common import new_parser, refuse_if_busy, write_table
 
-from xmcray import config as configs
+from xmcray import settings_files
 from xmcray.data.corpus import Corpus
 from xmcray.nn.encoder import load_encoder
 from xmcray.nn.heads import load_head
@@ -63,7 +63,7 @@ def main() -> None:
     rows: list[list[object]] = []
     with tempfile.TemporaryDirectory(dir=data_sets.CACHE) as folder:
         for method in arguments.method:
-            values = configs.load_yaml(f"preset:{method}/sample")
+            values = settings_files.load_yaml(f"preset:{method}/sample")
             config = RunConfig.resolve(method, values, ["cluster.workers=0", "cluster.device=cpu"])
             run = train(corpus.path, Path(folder) / method, config, watch=watch_training)
             rows += compared(method, Path(bundle_of(run, corpus)), corpus, arguments, Path(folder))

@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from xmcray import config as configs
+from xmcray import settings_files
 from xmcray.data import pipeline
 from xmcray.data.corpus import Corpus
 from xmcray.data.formats import detect
@@ -110,8 +110,8 @@ def preset(name: str, overrides: Sequence[str] = (), method: str = "astra") -> R
     """
     offer_minilm()  # which many presets name
     values: dict[str, Any] = {}
-    if f"{method}/{name}" in configs.presets():
-        values = configs.load_yaml(f"preset:{method}/{name}")
+    if f"{method}/{name}" in settings_files.presets():
+        values = settings_files.load_yaml(f"preset:{method}/{name}")
     else:
         print(f"no preset {method}/{name}: default settings")
     return RunConfig.resolve(method, values, overrides)

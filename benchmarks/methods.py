@@ -55,7 +55,7 @@ from methods_store import (
 from methods_table import HEADER, notes, table
 from peer_environment import run_script
 
-from xmcray import config as configs
+from xmcray import settings_files
 from xmcray.data.corpus import Corpus
 from xmcray.evaluation.evaluate import SEARCH_K, Evaluation, Search, compare
 from xmcray.methods.registry import method_names
@@ -98,7 +98,7 @@ def main() -> None:
         if name != "sample" and not arguments.quick and time.monotonic() < deadline:
             linear = linear_of(corpus, arguments.threads)
         for method in arguments.method:
-            if f"{method}/{name}" not in configs.presets() or time.monotonic() > deadline:
+            if f"{method}/{name}" not in settings_files.presets() or time.monotonic() > deadline:
                 continue
             config = settings(name, method, arguments)
             key = data_sets.fingerprint(config, corpus)
@@ -188,7 +188,7 @@ def variants(run: Run, corpus: Corpus) -> dict[str, Variant]:
         result[ALONE] = (evaluation, selection_metrics(run), {})
     else:
         result[ALONE] = with_memory(run, corpus, {"memory.weight": {"choice": [0.0]}})
-    result[WITH_MEMORY] = with_memory(run, corpus, configs.load_yaml(str(MEMORY_SPACE)))
+    result[WITH_MEMORY] = with_memory(run, corpus, settings_files.load_yaml(str(MEMORY_SPACE)))
     result[FUSED] = fused(run, corpus)
     if run.config.method_name == "unidec" and run.config.method.answers == "both":
         for half, variant in enumerate(("texts alone", "rows alone")):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from xmcray import config as configs
+from xmcray import settings_files
 from xmcray.errors import ResourceError
 from xmcray.planning.data_size import from_numbers
 from xmcray.planning.devices import device_rates
@@ -163,7 +163,7 @@ def planned(case: Case) -> Plan:
     Raises:
         ResourceError: it does not fit.
     """
-    values = configs.load_yaml(f"preset:{case.preset}") if case.preset else {}
+    values = settings_files.load_yaml(f"preset:{case.preset}") if case.preset else {}
     config = RunConfig.resolve(case.method, values, case.settings)
     data = from_numbers(round(case.labels), round(case.queries), case.tokens, case.positives)
     rates = device_rates(case.device, config.optim.matmul)

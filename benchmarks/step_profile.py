@@ -34,8 +34,7 @@ import numpy as np
 import torch
 from common import new_parser, refuse_if_busy, write_table
 
-from xmcray import config as configs
-from xmcray import draws
+from xmcray import draws, settings_files
 from xmcray.data.batches import BatchSampler, TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.sample import write_sample
@@ -220,7 +219,7 @@ def settings(method: str, name: str, arguments: argparse.Namespace) -> tuple[Run
     """The preset of a set, else the method's of the sample, else its defaults with ASTRA's encoder of the sample."""
     overrides = arguments.override
     preset_name = next(
-        (p for p in (f"{method}/{name}", f"{method}/sample") if p in configs.presets()), ""
+        (p for p in (f"{method}/{name}", f"{method}/sample") if p in settings_files.presets()), ""
     )
     if arguments.minilm:
         described = "settings of minilm.py"
@@ -228,10 +227,10 @@ def settings(method: str, name: str, arguments: argparse.Namespace) -> tuple[Run
         overrides = [*FINE_TUNED, *minilm.FEW_LABELS[method], *overrides]
     elif preset_name:
         described = f"preset {preset_name}"
-        values = configs.load_yaml(f"preset:{preset_name}")
+        values = settings_files.load_yaml(f"preset:{preset_name}")
     else:
         described = "default settings of the method"
-        sample = configs.load_yaml("preset:astra/sample")
+        sample = settings_files.load_yaml("preset:astra/sample")
         values = {section: sample[section] for section in ("encoder", "optim")}
     base = RunConfig.resolve(method, values, overrides).negatives
     common = [

@@ -42,6 +42,7 @@ import yaml
 from common import new_parser, set_options
 
 from xmcray import config as configs
+from xmcray import settings_files
 from xmcray.data.corpus import Corpus
 from xmcray.methods.registry import method_names
 from xmcray.training.run_config import RunConfig
@@ -218,15 +219,15 @@ def starting_points(method: str, name: str, folder: Path, like: Sequence[str] = 
         folder: of the pair.
         like: other methods, whose presets for the set lend what both methods have.
     """
-    own = configs.load_yaml(str(preset_path(method, name)))
+    own = settings_files.load_yaml(str(preset_path(method, name)))
     distilled = {"encoder": {"init_from": data_sets.MINILM}}
     points = {name: own, f"{name}-distilled": configs.overlay(own, distilled)}
     defaults = RunConfig.resolve(method, {}).to_dict()
     for other_method in like:
-        theirs = configs.load_yaml(str(preset_path(other_method, name)))
+        theirs = settings_files.load_yaml(str(preset_path(other_method, name)))
         points[f"{name}-{other_method}"] = configs.overlay(own, shared(theirs, defaults))
     for other in SETS:
-        points.setdefault(other, configs.load_yaml(str(preset_path(method, other))))
+        points.setdefault(other, settings_files.load_yaml(str(preset_path(method, other))))
     copies = folder / "first"
     if not copies.is_dir():
         temporary = folder / "first.new"
@@ -265,10 +266,10 @@ def preset_text(
 ) -> str:
     """The best settings as a preset: what differs from the method's defaults."""
     card = corpus.card
-    chosen = configs.load_yaml(str(folder / "sweep" / "best.yaml"))
+    chosen = settings_files.load_yaml(str(folder / "sweep" / "best.yaml"))
     chosen.pop("log", None)
     # Processes and threads belong to the machine, so they were not searched.
-    before = configs.load_yaml(str(preset_path(method, card.name)))
+    before = settings_files.load_yaml(str(preset_path(method, card.name)))
     whole = RunConfig.resolve(method, {**chosen, "cluster": before.get("cluster", {})})
     defaults = RunConfig.resolve(method, {}).to_dict()
     settings = rounded(data_sets.changed(whole.to_dict(), defaults))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from xmcray import config as configs
+from xmcray import settings_files
 from xmcray.errors import ConfigError, one_line
 
 PLACEHOLDER = "CHANGE-ME"
@@ -70,7 +71,7 @@ def check_cluster_file(path: str | Path) -> None:
             f"cluster file {path} {problem}, expected a YAML file for `ray up` or KubeRay;"
             " `xmcray files cluster/aws.yaml` prints one (azure.yaml, gcp.yaml, kuberay/raycluster.yaml)"
         )
-    documents = configs.load_yaml_documents(str(path))
+    documents = settings_files.load_yaml_documents(str(path))
     manifests = [document for document in documents if "apiVersion" in document]
     if manifests:
         for manifest in manifests:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from xmcray import config
+from xmcray import settings_files
 from xmcray.data.corpus import Corpus
 from xmcray.data.formats import detect
 from xmcray.data.pipeline import prepare
@@ -80,7 +80,7 @@ def _train(console: Console, folder: Path) -> Run:
     else:
         plan = "first to choose the number of epochs, then on all training queries"
     console.print(f"2/4 ASTRA on 2 Ray workers: {plan}")
-    settings = RunConfig.resolve("astra", config.load_yaml(PRESET), ["cluster.workers=2"])
+    settings = RunConfig.resolve("astra", settings_files.load_yaml(PRESET), ["cluster.workers=2"])
     return train(folder / "corpus", folder / "run", settings, refit=True, watch=watch_training)
 
 

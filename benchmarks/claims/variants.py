@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the other benchmarks' part
 
 import data_sets
 
-from xmcray import config as configs
+from xmcray import settings_files
 from xmcray.data.corpus import Corpus
 from xmcray.evaluation.metrics import MAIN_METRICS, QueryValues
 from xmcray.retrieval.retriever import Retriever
@@ -101,7 +101,7 @@ def open_corpus(name: str) -> Corpus:
 def preset_values(name: str) -> Mapping[str, Any]:
     """The settings of a preset, read once; former ones if the folder SETTINGS keeps them."""
     former = SETTINGS / f"{name.replace('/', '-')}.yaml"
-    return configs.load_yaml(str(former) if former.is_file() else f"preset:{name}")
+    return settings_files.load_yaml(str(former) if former.is_file() else f"preset:{name}")
 
 
 def is_present(name: str) -> bool:

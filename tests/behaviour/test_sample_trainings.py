@@ -13,9 +13,9 @@ import pytest
 from corpora import corpus_of
 
 from xmcray import cli
-from xmcray.config import load_yaml
 from xmcray.data.corpus import Corpus
 from xmcray.data.sample import write_sample
+from xmcray.settings_files import load_yaml
 from xmcray.training.launch import train
 from xmcray.training.outcome import finish
 from xmcray.training.run_config import RunConfig

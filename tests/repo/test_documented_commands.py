@@ -19,7 +19,7 @@ from corpora import planted_corpus
 from documents import ROOT, Command
 from models import write_cross_encoder
 
-from xmcray import cli
+from xmcray import cli, settings_files
 from xmcray import config as configs
 from xmcray.errors import ConfigError
 from xmcray.serving.settings import ServeConfig
@@ -108,13 +108,13 @@ def check_settings(verb: str, options: argparse.Namespace) -> None:
         values: dict[str, Any] = {}
         for source in options.config or ():
             if source.startswith("preset:"):
-                values = configs.overlay(values, configs.load_yaml(source))
+                values = configs.overlay(values, settings_files.load_yaml(source))
         RunConfig.resolve(options.method, values, options.set or ())
     if verb == "serve":
         configs.build(ServeConfig, configs.merge({"bundles": {"a": "b"}}, options.set))
     if verb == "tune":
         space = options.space or f"space:{options.method}"
-        assert parse_space(configs.load_yaml(space), space)
+        assert parse_space(settings_files.load_yaml(space), space)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
@@ -149,7 +149,7 @@ def test_every_setting_in_the_text_exists() -> None:
 
 
 def test_every_preset_in_the_text_exists() -> None:
-    presets = configs.presets()
+    presets = settings_files.presets()
     assert [found for found in documents.named_presets() if found[1] not in presets] == []
 
 

@@ -25,7 +25,7 @@ from heads import free_ports
 from planted import write_planted
 from served import listening
 
-from xmcray import cli, config
+from xmcray import cli, settings_files
 from xmcray.methods.registry import method_names
 from xmcray.training.run_config import RunConfig
 from xmcray.training.settings_schema import settings_schema
@@ -165,11 +165,11 @@ def test_a_bundle_is_tuned_with_a_space_of_the_package(installed: Path, tmp_path
 
 def test_each_method_has_a_space_and_a_schema() -> None:
     for method in method_names():
-        parse_space(config.load_yaml(f"space:{method}"), method)
+        parse_space(settings_files.load_yaml(f"space:{method}"), method)
         schema = jsonschema.Draft202012Validator(settings_schema(method))
-        for name in config.presets():
+        for name in settings_files.presets():
             if name.startswith(f"{method}/"):
-                schema.validate(config.load_yaml(f"preset:{name}"))
+                schema.validate(settings_files.load_yaml(f"preset:{name}"))
         assert not schema.is_valid({"optim": {"epoch": 3}})
         assert not schema.is_valid({"optim": {"epochs": "three"}})
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from xmcray import config
+from xmcray import settings_files
 from xmcray.training.run_config import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -92,9 +92,9 @@ def test_test_files_have_names_of_their_own() -> None:
     assert sorted(names) == sorted(set(names))
 
 
-@pytest.mark.parametrize("name", config.presets())
+@pytest.mark.parametrize("name", settings_files.presets())
 def test_every_preset_is_a_valid_configuration(name: str) -> None:
-    RunConfig.resolve(name.split("/")[0], config.load_yaml(f"preset:{name}"))
+    RunConfig.resolve(name.split("/")[0], settings_files.load_yaml(f"preset:{name}"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
-from xmcray import config
+from xmcray import config, settings_files
 from xmcray.errors import ConfigError
 from xmcray.training.run_config import RunConfig
 
@@ -52,7 +52,9 @@ def test_dotted_overrides_become_the_annotated_types(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(
         "name: x\ninner: {rate: 1e-4}\n"
     )  # YAML 1.1 reads 1e-4 as a string
-    assert config.build(Outer, config.load_yaml(str(tmp_path / "c.yaml"))).inner.rate == 1e-4
+    assert (
+        config.build(Outer, settings_files.load_yaml(str(tmp_path / "c.yaml"))).inner.rate == 1e-4
+    )
 
 
 def test_a_setting_of_a_section_leaves_what_its_owner_gives_it_by_default() -> None:
@@ -108,46 +110,6 @@ def test_a_mistaken_override_is_one_line(override: str, message: str) -> None:
 def test_a_required_setting_is_named() -> None:
     with pytest.raises(ConfigError, match="setting 'name' is required and was not given"):
         config.build(Outer, {})
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"a: [1\nb: 2\n", "is not valid YAML"),
-        (
-            b"optim:\n  lr: 1\noptim:\n  epochs: 2\n",
-            "found 'optim' twice, expected it once .* line 3",
-        ),
-        (b"optim: {lr: 1, lr: 2}\n", "found 'lr' twice, expected it once"),
-        (b"- a\n", "holds a list, expected a mapping of settings"),
-        (b"a: \xff\n", "cannot be read"),
-    ],
-)
-def test_a_file_that_holds_no_settings(tmp_path: Path, text: bytes, message: str) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_bytes(text)
-    with pytest.raises(ConfigError, match=message) as caught:
-        config.load_yaml(str(path))
-    assert "\n" not in str(caught.value)
-    path.write_text("# nothing yet\n")
-    assert config.load_yaml(str(path)) == {}
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("none.yaml", "none.yaml does not exist, expected a YAML file; check the path"),
-        ("astra/sample", "expected a YAML file; the preset of that name is preset:astra/sample"),
-        ("index", "expected a YAML file; the space of that name is space:index"),
-        (".", r"file . cannot be read \(Is a directory\), expected a YAML file"),
-    ],
-)
-def test_a_file_that_is_not_there(
-    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=message):
-        config.load_yaml(name)
 
 
 @pytest.mark.parametrize("value", [math.nan, -0.1, 1.1, -math.inf])

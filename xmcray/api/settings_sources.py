@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xmcray import config as configs
+from xmcray import settings_files
 from xmcray.errors import ConfigError
 
 # A folder, file or URL, also of a corpus or a run.
@@ -46,7 +47,7 @@ def merged(config: Settings) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for source in _sources(config):
         if not isinstance(source, Mapping):
-            source = configs.load_yaml(os.fspath(source))
+            source = settings_files.load_yaml(os.fspath(source))
         for name, value in source.items():
             section: dict[str, Any] = {}
             # A name that is no string, such as a number in YAML, is refused later as unknown.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from xmcray import config as configs
+from xmcray import settings_files
 from xmcray.api.settings_sources import (
     Location,
     Settings,
@@ -102,7 +103,7 @@ def tune(
     space_name = f"space:{method}" if space is None else os.fspath(space)
     from xmcray.tuning.space import parse_space
 
-    space_file = configs.load_yaml(space_name)
+    space_file = settings_files.load_yaml(space_name)
     space_as_given = parse_space(space_file, space_name)
     _check_searchable(space_as_given, space_name)
     from xmcray.training.run_config import RunConfig
@@ -363,7 +364,7 @@ def tune_bundle(
     from xmcray.tuning.space import parse_space
 
     space_name = os.fspath(space)
-    space_file = configs.load_yaml(space_name)
+    space_file = settings_files.load_yaml(space_name)
     parsed = parse_space(space_file, space_name)
     family_of(parsed, space_name)
     from xmcray.data.corpus import Corpus

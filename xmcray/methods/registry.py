@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from xmcray import config
+from xmcray import config, settings_files
 from xmcray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def check_method_name(name: str) -> None:
 def _locations() -> dict[str, str]:
     """Where the entry of each method is, as "module:attribute", by name."""
     locations = dict(_BUILT_IN)
-    for point in config.method_points():
+    for point in settings_files.method_points():
         # The same installed package may be found twice on the path; that is no clash.
         if locations.setdefault(point.name, point.value) != point.value:
             raise ConfigError(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xmcray import config as configs
+from xmcray import settings_files
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError
 from xmcray.nn import pretrained
@@ -140,7 +140,7 @@ def _candidate(
     method: str, preset: str, is_other_encoder: bool, has_transformer: bool
 ) -> Candidate:
     """The training of a preset, or of the same with the other encoder: distilled or not."""
-    settings = configs.load_yaml(f"preset:{method}/{preset}")
+    settings = settings_files.load_yaml(f"preset:{method}/{preset}")
     # It is no setting of a trial; the candidate holds it as `method`.
     del settings["method_name"]
     for section in _LEFT_OUT:

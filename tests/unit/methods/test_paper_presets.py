@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from xmcray import config
+from xmcray import settings_files
 from xmcray.errors import ConfigError
 from xmcray.training.run_config import RunConfig
 
@@ -81,7 +81,7 @@ PRIME = {
 
 
 def preset(method: str, name: str) -> Any:
-    return RunConfig.resolve(method, config.load_yaml(f"preset:{method}/{name}"))
+    return RunConfig.resolve(method, settings_files.load_yaml(f"preset:{method}/{name}"))
 
 
 @pytest.mark.parametrize("name", ASTRA)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from third_party_package import install
 
-from xmcray import config
+from xmcray import settings_files
 from xmcray.errors import ConfigError
 from xmcray.methods.registry import check_method_name, method_entry, method_names
 
@@ -28,7 +28,7 @@ def test_every_method_has_its_entry_and_a_preset() -> None:
     for name in method_names():
         entry = method_entry(name)
         assert entry.config_type.__module__ == entry.factory.__module__
-        assert any(preset.startswith(f"{name}/") for preset in config.presets())
+        assert any(preset.startswith(f"{name}/") for preset in settings_files.presets())
 
 
 def test_an_unknown_name_gets_the_nearest_one() -> None:
@@ -43,8 +43,8 @@ def test_an_installed_package_adds_a_method_and_its_presets(
     monkeypatch.syspath_prepend(install(tmp_path / "site"))
     assert method_names()[-1] == "seventh"
     assert method_entry("seventh").config_type().temperature == 0.05
-    assert "seventh/planted" in config.presets()
-    assert config.load_yaml("preset:seventh/planted")["encoder"] == {"dim": 24}
+    assert "seventh/planted" in settings_files.presets()
+    assert settings_files.load_yaml("preset:seventh/planted")["encoder"] == {"dim": 24}
 
 
 def test_the_entry_points_of_packages_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_a_broken_entry_point_is_one_line(
     with pytest.raises(ConfigError, match=message) as raised:
         method_entry("seventh")
     assert "\n" not in str(raised.value)
-    assert config.presets()  # other presets are still found
+    assert settings_files.presets()  # other presets are still found
 
 
 def test_two_packages_with_one_name_are_refused(

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xmcray import config
+from xmcray import settings_files
 from xmcray.errors import ConfigError
 from xmcray.methods.registry import method_names
 from xmcray.training.run_config import RunConfig
@@ -156,7 +156,7 @@ def test_the_spaces_that_ship_fit_their_methods() -> None:
     assert names == OF_BUNDLES | set(method_names())
     for name in names - OF_BUNDLES:
         path = str(SPACES / f"{name}.yaml")
-        for preset in ({}, config.load_yaml(f"preset:{name}/sample")):
+        for preset in ({}, settings_files.load_yaml(f"preset:{name}/sample")):
             sweep = SweepConfig(
                 method=name,
                 corpus="",
@@ -165,7 +165,7 @@ def test_the_spaces_that_ship_fit_their_methods() -> None:
                 space={},
                 metric="P@1",
             )
-            check_space(parse_space(config.load_yaml(path), path), sweep.resolve, path)
+            check_space(parse_space(settings_files.load_yaml(path), path), sweep.resolve, path)
 
 
 def test_a_configuration_moves_to_the_nearest_values_of_a_space() -> None:
@@ -204,7 +204,7 @@ def test_choices_that_yaml_reads_as_texts_are_numbers(tmp_path: Path) -> None:
     path.write_text(
         "optim.lr: {choice: [1e-3, 1E-2, 2.5e1, 0.1]}\nmethod.x: {choice: [e5, 8-bit]}\n"
     )
-    space = parse_space(config.load_yaml(str(path)), "f")
+    space = parse_space(settings_files.load_yaml(str(path)), "f")
     rates = space["optim.lr"]
     assert list(rates.values_to_check()) == [0.001, 0.01, 25.0, 0.1]
     assert list(space["method.x"].values_to_check()) == ["e5", "8-bit"]

@@ -8,7 +8,7 @@ import pytest
 from corpora import planted_corpus
 from shell import Shell
 
-from xmcray import config as configs
+from xmcray import settings_files
 from xmcray.api import sweeps
 from xmcray.errors import ConfigError
 from xmcray.tuning.sweep import Sweep
@@ -67,7 +67,10 @@ def test_trials_have_no_processes_or_threads_of_a_preset(
     own: dict[str, int], workers: int | None, expected: dict[str, int]
 ) -> None:
     config = ["preset:astra/msdocs-links", own]
-    assert configs.load_yaml(config[0])["cluster"].keys() == {"workers", "threads_per_process"}
+    assert settings_files.load_yaml(config[0])["cluster"].keys() == {
+        "workers",
+        "threads_per_process",
+    }
     assert sweeps._processes_of_a_trial(config, workers) == expected
 
 
