@@ -21,6 +21,7 @@ FOUNDATION = {
     "types",
     "errors",
     "config",
+    "settings_files",
     "storage",
     "hub",
     "hub_licences",
