@@ -158,6 +158,9 @@ class WeightSearch:
             if tests[weakest].p_value < LARGEST_P_VALUE:
                 break
             best = shorter[weakest]
+        if len(best.config.used()) == 1:
+            only_part = best.config.used()[0]
+            tests[only_part] = self._test_of_only_part(only_part, best)
         # Only now the weights of the parts that stay are known.
         weighted_tests = []
         for part, test in tests.items():
@@ -177,6 +180,12 @@ class WeightSearch:
         if len(used) == 1:
             return {}
         return {part: self._best(best.config.without(part)) for part in used}
+
+    def _test_of_only_part(self, part: str, best: _Measured) -> PartTest:
+        """The test of a part without which there is no answer."""
+        nothing = _Measured(best.config, 0.0, np.zeros_like(best.share_Q))
+        no_metrics = dict.fromkeys(self.metrics, 0.0)
+        return PartTest(part, 0.0, no_metrics, self._p_value(best, nothing))
 
     def _each_member_alone(self) -> dict[str, Mapping[str, float]]:
         """Metrics of the label vectors of each member alone, by the name of the part."""
@@ -256,9 +265,12 @@ class WeightSearch:
         """The values to try of each setting that can change an answer."""
         used = start.used()
         grid: dict[str, Sequence[float]] = {}
-        # Only the ratios of weights matter, so the first weight is not varied.
+        # Only the ratios of weights matter, so the first weight is not varied. It is 1, unless the part
+        # before it was removed; then the same ratios to it are tried too.
+        first_weight = start.weight(used[0])
+        ratios = [first_weight * weight for weight in WEIGHTS]
         for part in used[1:]:
-            grid[part] = WEIGHTS
+            grid[part] = sorted({*WEIGHTS, *ratios})
         for member, spread in zip(start.members, self._spreads, strict=True):
             if member.labels and len(used) > 1:
                 temperatures = [share * spread for share in LABEL_TEMPERATURES]

@@ -14,7 +14,7 @@ from xmcray.errors import ConfigError
 from xmcray.evaluation.metrics import MAIN_METRICS, Metrics
 from xmcray.retrieval.parts import Candidates, MemberConfig, MemberScores, PartsConfig, Votes
 from xmcray.training.fuse import fuse
-from xmcray.training.part_weights import DEPTH, SUMMED, WeightSearch
+from xmcray.training.part_weights import DEPTH, SUMMED, WEIGHTS, WeightSearch
 from xmcray.types import Ragged, TopLabels
 
 NUM_LABELS = 47
@@ -38,16 +38,18 @@ def random_labels(rng: np.random.Generator, fewest: int, most: int) -> Ragged:
     return Ragged.from_rows(rows)
 
 
-def random_candidates(rng: np.random.Generator) -> Candidates:
+def random_candidates(rng: np.random.Generator, num_members: int = 1) -> Candidates:
     # Some queries have fewer candidates than answers are measured.
     labels = random_labels(rng, 4, 40)
     num_pairs = len(labels.values)
     nothing = np.empty(0, np.int64)
     no_votes = Votes(TopLabels.empty(NUM_QUERIES), nothing, nothing, nothing)
-    key_BK = -np.sort(-rng.random((NUM_QUERIES, NUM_LABELS), np.float32), axis=1)
-    member = MemberScores(rng.random(num_pairs, np.float32), key_BK, no_votes)
+    members = []
+    for _ in range(num_members):
+        key_BK = -np.sort(-rng.random((NUM_QUERIES, NUM_LABELS), np.float32), axis=1)
+        members.append(MemberScores(rng.random(num_pairs, np.float32), key_BK, no_votes))
     texts = rng.random(num_pairs, np.float32)
-    return Candidates(labels=labels, members=(member,), words=no_votes, text_P=texts)
+    return Candidates(labels=labels, members=tuple(members), words=no_votes, text_P=texts)
 
 
 @pytest.mark.parametrize("name", SUMMED)
@@ -63,6 +65,40 @@ def test_the_objective_is_the_metric(corpus: Corpus, name: str) -> None:
         metrics.update(candidates.top(config, DEPTH), truth)
         # Values of hits go through float32.
         assert search.measure(config).objective == pytest.approx(metrics.result()[name], rel=1e-5)
+
+
+def test_the_ratios_of_the_grid_are_tried_after_the_first_part_is_removed(corpus: Corpus) -> None:
+    rng = np.random.default_rng(2)  # next to the noise, the second member gets a weight of 2
+    truth = random_labels(rng, 1, 5)
+    candidates = random_candidates(rng, num_members=2)
+    noise, informed = candidates.members
+    # The second member says something, and texts say more, in small numbers.
+    is_hit = np.isin(candidates.labels.pairs(NUM_LABELS), truth.pairs(NUM_LABELS))
+    informed = dataclasses.replace(informed, score_P=informed.score_P + np.float32(0.3) * is_hit)
+    texts = np.float32(0.2) * (candidates.text_P + np.float32(0.4) * is_hit)
+    candidates = dataclasses.replace(candidates, members=(noise, informed), text_P=texts)
+    members = (MemberConfig(name="noise"), MemberConfig(name="informed"))
+    start = PartsConfig(members=members, texts=1.0)
+    search = WeightSearch(corpus, [candidates], truth, start)
+
+    config = search.choose().config
+
+    assert config.used() == ["informed.labels", "texts"]
+    without_noise = MemberConfig(name="noise", labels=0)
+    chosen = dataclasses.replace(config, members=(without_noise, *config.members))
+    objective = search.measure(chosen).objective
+    for ratio in WEIGHTS:
+        other = chosen.changed("texts", ratio * chosen.weight("informed.labels"))
+        assert search.measure(other).objective <= objective + 1e-9
+
+
+def test_without_the_only_part_there_is_no_answer(corpus: Corpus) -> None:
+    rng = np.random.default_rng(0)
+    truth = random_labels(rng, 1, 5)
+    search = WeightSearch(corpus, [random_candidates(rng)], truth, CONFIG)
+    [only] = [test for test in search.choose().tests if test.weight]
+    assert set(only.without.values()) == {0.0}
+    assert only.p_value < 0.01
 
 
 @pytest.mark.parametrize("name", sorted(set(MAIN_METRICS) - set(SUMMED)))
