@@ -27,6 +27,7 @@ def auto_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--methods",
         nargs="+",
+        action="extend",
         metavar="METHOD",
         help="try these (default: rae astra dexml unidec renee)",
     )

@@ -64,6 +64,7 @@ def fuse_options(verb: argparse.ArgumentParser) -> None:
         required=True,
         metavar="CORPUS",
         nargs="+",
+        action="extend",
         help="the corpus that they were trained on; if tokenizers differ, one prepared with each",
     )
     verb.add_argument("--out", required=True, metavar="NEW", help="folder or URL to write")

@@ -256,6 +256,7 @@ def evaluate_options(verb: argparse.ArgumentParser) -> None:
         "--compare",
         metavar="OTHER",
         nargs="+",
+        action="extend",
         help="runs, bundles or predictions (.npz): paired tests",
     )
     verb.add_argument(

@@ -188,7 +188,9 @@ def test_evaluate_compares_with_several_runs_and_measures_slices(
     slices.write_text("".join(json.dumps(line) + "\n" for line in lines))
     bundle = folder / "run" / "bundle"
     data = f"--data {folder}/corpus"
-    printed = shell.run(f"evaluate {bundle} {data} --slices {slices} --compare {bundle} {bundle}")
+    printed = shell.run(
+        f"evaluate {bundle} {data} --slices {slices} --compare {bundle} --compare {bundle}"
+    )
     assert printed.count("p (sign flip, Holm for 2)") == 2
     assert "Slices of the queries" in printed
     measured = json.loads(shell.run(f"evaluate {bundle} {data} --slices {slices} --json"))
