@@ -91,7 +91,13 @@ ONLY_IN_CLI = {
     "cli": {"training.preemption"},  # signals
     "cli.auto": {"training.part_weights.METRICS"},  # columns of its table
     "cli.bundles": {"retrieval.votes.changed_memory"},  # of a single search
-    "cli.continual": {"cli", "serving.event_export", "training.promotion", "training.run"},
+    "cli.continual": {
+        "cli",
+        "data.corpus",
+        "serving.event_export",
+        "training.promotion",
+        "training.run",
+    },
     "cli.doctor": {"cluster_files", "doctor"},
     "cli.mcp": {"client.mcp_tool"},
     "cli.shipped": {"training.settings_schema"},

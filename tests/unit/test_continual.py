@@ -174,6 +174,10 @@ def test_a_cycle_goes_on_where_it_stopped_and_promotes_or_keeps(
     assert cycle(100) == (0, "cycle 1 waits for feedback after event 0")
     accept(client, corpus, 0)
     client.change_labels([Operation(op="delete", uid="label0")])
+    settings["events"] = ["--hold-out", "0"]
+    nothing = f"{corpus.path} has none, and feedback after event 0 gave none"
+    assert cycle(100) == (0, f"cycle 1 waits for a test query: {nothing}")
+    settings["events"] = ["--hold-out", "0.3"]
     code, line = cycle(100, epochs=-1)
     assert (code, "optim.epochs" in line) == (2, True)
     corpus_file = cycles / "cycle-0001" / "corpus" / "manifest.json"
@@ -210,10 +214,14 @@ def test_a_cycle_goes_on_where_it_stopped_and_promotes_or_keeps(
     assert grown.removed_labels.tolist() == [0]
     assert run_command(f"evaluate {run} --data {grown.path} --json") == 0
 
+    # A corpus cannot learn again what it has removed, and says so.
+    client.change_labels([Operation(op="add", uid="label0", text="again")])
+    client.feedback(client.search(["again"]).request_id, "label0", "accept")
     accept(client, corpus, NUM_TEXTS)
     code, line = cycle(0)
     assert code == 0
     assert "cycle 2: " in line
+    assert json.loads((cycles / "cycle-0002" / "report.json").read_text())["gone"] == 1
     assert "the new bundle is not promoted" in line
     assert client.models()[0].version == second_version
     assert Corpus.open(cycles / "cycle-0002" / "corpus").removed_labels.tolist() == [0]

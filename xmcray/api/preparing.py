@@ -295,10 +295,12 @@ def events(
             lines = Path(texts).read_text(encoding="utf-8-sig").split("\n")
             texts_read = [line for line in lines if line]
     known_labels: Container[str] = ()
+    gone_labels: Container[str] = ()
     split_of = TextSplits(hold_out)
     if data is not None:
         corpus = Corpus.open(os.fspath(data), verify=False)
         known_labels = set(corpus.label_uids(np.arange(corpus.card.num_labels)))
+        gone_labels = set(corpus.label_uids(corpus.removed_labels))
         split_of = TextSplits.of(corpus, hold_out)
     return export_events(
         Path(state_dir),
@@ -308,5 +310,6 @@ def events(
         after=after,
         grades=grades,
         known_labels=known_labels,
+        gone_labels=gone_labels,
         texts=texts_read,
     )

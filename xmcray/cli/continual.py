@@ -31,6 +31,7 @@ from xmcray.storage.path_errors import disk_errors, system_errors
 from xmcray.storage.whole_files import make_folder, read_json, write_json
 
 REPORT = "report.json"
+LEAST_HOURS = 0.01
 MOST_HOURS = 24 * 365
 _HOUR_S = 3600
 
@@ -69,7 +70,7 @@ class ContinualConfig:
 
     def __post_init__(self) -> None:
         # Python cannot wait for more than 292 years.
-        config.check_range("every_hours", self.every_hours, 0, MOST_HOURS)
+        config.check_range("every_hours", self.every_hours, LEAST_HOURS, MOST_HOURS)
         config.check_range("min_queries", self.min_queries, low=1)
         if self.url and not self.admin_token_file:
             raise ConfigError("a swap needs the administrator's token; set admin_token_file")
@@ -90,6 +91,10 @@ class _Standing:
     corpus: str
     run: str
     after: int
+
+
+class _TooLittleError(Exception):
+    """What a cycle waits for."""
 
 
 def continual_options(verb: argparse.ArgumentParser) -> None:
@@ -141,9 +146,10 @@ def run_cycle(settings: ContinualConfig, out: Path) -> str:
     with exclusive(out):
         start = _standing(settings, out)
         folder = out / f"cycle-{start.number:04}"
-        raw = _export(settings, start, folder)
-        if raw is None:
-            return f"cycle {start.number} waits for feedback after event {start.after:,}"
+        try:
+            raw = _export(settings, start, folder)
+        except _TooLittleError as missing:
+            return f"cycle {start.number} waits for {missing}"
         corpus = folder / "corpus"
         words = ["prepare", str(folder / "raw"), "--append", start.corpus, "--out", str(corpus)]
         _step(corpus / MANIFEST, words)
@@ -180,11 +186,17 @@ def _standing(settings: ContinualConfig, out: Path) -> _Standing:
         )
 
 
-def _export(settings: ContinualConfig, start: _Standing, folder: Path) -> Mapping[str, Any] | None:
-    """What the raw files of the cycle consist of; None if there is too little feedback."""
+def _export(settings: ContinualConfig, start: _Standing, folder: Path) -> Mapping[str, Any]:
+    """What the raw files of the cycle consist of.
+
+    Raises:
+        _TooLittleError: there is too little feedback for a cycle.
+    """
+    from xmcray.data.corpus import Corpus
     from xmcray.serving.event_export import KIND, NoFeedbackError
 
     raw = folder / "raw"
+    feedback = f"feedback after event {start.after:,}"
     words = ["events", "export", settings.state, "--model", settings.model, "--out", str(raw)]
     words += ["--data", start.corpus, "--after", str(start.after), *settings.events]
     with disk_errors(folder):
@@ -192,15 +204,23 @@ def _export(settings: ContinualConfig, start: _Standing, folder: Path) -> Mappin
     try:
         _step(raw / MANIFEST, words)
     except NoFeedbackError:
-        return None
+        raise _TooLittleError(feedback) from None
     about = read_manifest(raw, KIND).about
+    if (folder / "corpus" / MANIFEST).exists():
+        return about  # a turn before this one found it enough
+    missing = ""
     if about["train"] < settings.min_queries:
+        missing = feedback
+    # Without a test query `promote` could not compare the bundles, now and in every later turn.
+    elif not about["test"] and not Corpus.open(start.corpus, verify=False).card.num_rows("test"):
+        missing = f"a test query: {start.corpus} has none, and {feedback} gave none"
+    if missing:
         # The next turn exports these events again, and those that came since. `_step` also removes
         # what is left under this name by a process that was killed here.
         unused = folder / f".{raw.name}.unused"
         raw.rename(unused)
         shutil.rmtree(unused)
-        return None
+        raise _TooLittleError(missing)
     return about
 
 

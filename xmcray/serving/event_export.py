@@ -13,6 +13,7 @@ later, or removed from the server, is none of them.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ from xmcray.serving.label_log import removed_labels
 from xmcray.serving.schema import EventName
 from xmcray.serving.state_folder import EVENTS, LABELS, folder_name
 from xmcray.storage.artifact import new_artifact, refuse_existing
+
+logger = logging.getLogger(__name__)
 
 KIND = "events"
 REMOVED_UIDS = "removed_labels.jsonl"  # as data/appended_labels.py reads it
@@ -90,6 +93,8 @@ class Exported:
         labels: labels in labels.jsonl.
         left_out: texts with feedback that gave no query: all labels rejected or removed, the
             search removed from the log, or its text unknown because of redaction.
+        gone: labels that the server has again, but the corpus has removed for good. Feedback about
+            them counts nowhere.
     """
 
     first: int
@@ -98,6 +103,7 @@ class Exported:
     test: int
     labels: int
     left_out: int
+    gone: int
 
 
 def export_events(
@@ -109,6 +115,7 @@ def export_events(
     after: int = 0,
     grades: Mapping[str, float] | None = None,
     known_labels: Container[str] = (),
+    gone_labels: Container[str] = (),
     texts: Sequence[str] = (),
 ) -> Exported:
     """Writes raw files of the feedback in an event log.
@@ -121,6 +128,7 @@ def export_events(
         after: number of the last event of the export before.
         grades: relevance by event; `GRADES` holds for the others.
         known_labels: uids of labels whose texts are left out, because their corpus has them.
+        gone_labels: uids of labels that the corpus has removed, and cannot learn again.
         texts: texts that redacted searches may have had.
     Raises:
         NoFeedbackError: there is no feedback after that event.
@@ -131,7 +139,15 @@ def export_events(
     reading = _Reading(folder, model, after, {**GRADES, **(grades or {})}, texts)
     reading.read()
     removed = removed_labels(folder / LABELS, model)
-    queries = _without_removed(reading.queries.values(), removed)
+    gone = [uid for uid in reading.liked_labels() if uid in gone_labels and uid not in removed]
+    if gone:
+        logger.warning(
+            "feedback about %d labels such as %r is left out: the corpus has removed them, and the"
+            " server has them again; add a label that comes back under a new uid",
+            len(gone),
+            min(gone)[:80],
+        )
+    queries = _without_removed(reading.queries.values(), removed.union(gone))
     if not queries:
         raise NoFeedbackError(
             f"{folder / EVENTS} has no label that users liked after event {after}, expected some;"
@@ -157,6 +173,7 @@ def export_events(
             test=len(rows["test"]),
             labels=_write(target / "labels.jsonl", list(label_rows.values())),
             left_out=len(reading.unknown) + len(reading.queries) - len(queries),
+            gone=len(gone),
         )
         about |= asdict(exported)
     return exported
@@ -224,6 +241,13 @@ class _Reading:
                     self.unknown.add((request, int(event["text"])))
                 else:
                     query.add(event["label"], event["event"], self._grades)
+
+    def liked_labels(self) -> set[str]:
+        """Uids of the labels that a query has."""
+        uids: set[str] = set()
+        for query in self.queries.values():
+            uids.update(query.relevance)
+        return uids
 
     def _query_of(self, feedback: Mapping[str, Any], number: int, at: float) -> GradedQuery | None:
         """The query that feedback is about, made at its first feedback; None if it is not known.

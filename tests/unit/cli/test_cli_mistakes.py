@@ -118,7 +118,7 @@ def test_one_line_and_nothing_written(
         ("doctor --cluster http://[::1", "expected http://HOST:PORT of the dashboard"),
         (
             "continual --out c --set every_hours=.inf --set data=c --set run=r --set state=s",
-            "every_hours is inf, expected at least 0 and at most 8760",
+            "every_hours is inf, expected at least 0.01 and at most 8760",
         ),
     ],
 )
