@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from claim import Claim, Comparison, main
-from variants import SGD, Training, present
+from variants import STEADY_SGD, Training, present
 
 CORPUS = "tate-subjects"
 # Uniform labels of a batch and hard ones of a query: every query meets 540 of either kind.
@@ -31,13 +31,13 @@ def make(full: bool) -> Claim:
             Comparison(of="8 to 1", against="1 to 1", low=-1),
             Comparison(of="8 to 1", against="1 to 8", low=0),
         ],
-        setup=f"{CORPUS}, static encoder of 128 dimensions, settings of `astra/{CORPUS}` but SGD and 8 epochs,"
-        " without label texts as queries; 540 negatives of a query, hard ones from epoch 3 on and new every 2 epochs."
-        " 8 to 1 is the ratio of the paper's settings. 'Little' is within a point; the limit is ours.",
-        reason="two of the twenty trainings of '8 to 1' go wrong (seeds 4 and 15, see claim 19). Seed 15 alone makes"
-        " the intervals wide.",
+        setup=f"{CORPUS}, static encoder of 128 dimensions, settings of `astra/{CORPUS}` but SGD with a rate of 150"
+        " and 8 epochs, without label texts as queries; 540 negatives of a query, hard ones from epoch 3 on and new"
+        " every 2 epochs. 8 to 1 is the ratio of the paper's settings. 'Little' is within a point; the limit is ours."
+        " At a rate of 300 two of twenty trainings of '8 to 1' went wrong: seed 4 had a P@1 of 73.7, seed 15 of 62.6.",
         metrics=("P@1", "P@5", "PSP@5"),
-        seeds=20,
+        seeds=10,
+        slow=["1 to 1", "1 to 8"],
     )
 
 
@@ -48,7 +48,7 @@ def training(full: bool, uniform: int, hard: int) -> Training:
         corpus=CORPUS,
         preset=f"astra/{CORPUS}",
         settings=[
-            *SGD,
+            *STEADY_SGD,
             "optim.epochs=8",
             "encoder.dim=128",
             "data.augment_with_labels=false",
