@@ -16,8 +16,9 @@ from xmcray.errors import RunError, XmcrayError
 from xmcray.retrieval.parts import MEMBER_PARTS
 from xmcray.storage.whole_files import exchange, publish, write_json
 from xmcray.training.fuse import fuse
+from xmcray.training.launch import refit_config
 from xmcray.training.part_weights import Choice
-from xmcray.training.run import SELECTION
+from xmcray.training.run import SELECTION, Run
 from xmcray.tuning.auto_search import Say
 from xmcray.tuning.lanes import Lanes
 from xmcray.tuning.pacing import Limits, Pacer
@@ -165,7 +166,8 @@ class BundleMaker:
         name = f"{attempt.name} refit"
         end_s = self.budget.refit_end_s - fuse_s
         # A refit trains only up to the best epoch of the trial. It may have begun in an earlier call.
-        whole_s = attempt.seconds * attempt.best_epoch_share
+        num_epochs = refit_config(Run.open(attempt.run_path)).optim.num_epochs
+        whole_s = attempt.seconds * num_epochs / attempt.config.optim.num_epochs
         expected_s = whole_s - clock.seconds_of(name)
         if clock.spent_s + expected_s > end_s:
             self.say(f"{attempt.name} is not refitted: it needs about {minutes(expected_s)}")

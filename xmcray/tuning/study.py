@@ -99,14 +99,6 @@ class Attempt:
         return self.sweep.run_path(self.trial.number)
 
     @property
-    def best_epoch_share(self) -> float:
-        """Share of the epochs after which validation was best; 1 without a validation."""
-        best = self.trial.best
-        if best is None:
-            return 1.0
-        return best.epochs / self.config.optim.num_epochs
-
-    @property
     def score(self) -> float:
         """Metric of the best validation; 0 without one."""
         return self.trial.score or 0.0
