@@ -10,7 +10,7 @@ each distinct string only once, which takes milliseconds for 10^6 labels.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -151,13 +151,17 @@ class LabelAttributes:
         return mask
 
     def with_rows(
-        self, num_labels: int, rows: Mapping[int, Mapping[str, Scalar]]
+        self,
+        num_labels: int,
+        rows: Mapping[int, Mapping[str, Scalar]],
+        widened: Container[str] = (),
     ) -> LabelAttributes:
         """A copy in which some labels have other attributes; labels that are not given keep theirs.
 
         Args:
             num_labels: at least as many as now; new labels have no attributes.
             rows: by source id all attributes of a label, in place of those before.
+            widened: names of attributes whose integers become floats in any case (`ColumnTypes`).
         Raises:
             ConfigError: a set is malformed, a value has another type than the same attribute of
                 labels that keep theirs, or there are too many attributes.
@@ -189,7 +193,7 @@ class LabelAttributes:
         for name in names:
             old = kept_columns.get(name)
             new = [row.get(name) for row in rows.values()]
-            arrow_type = _TYPES[_common_kind(name, old, new)]
+            arrow_type = _TYPES[_common_kind(name, old, new, name in widened)]
             if old is None:
                 old = pa.nulls(self.num_labels, arrow_type)
             # `_common_kind` has refused integers that float64 cannot represent.
@@ -202,6 +206,57 @@ class LabelAttributes:
         """A copy in which some labels have no attributes."""
         empty_rows: dict[int, dict[str, Scalar]] = {label_id: {} for label_id in label_ids.tolist()}
         return self.with_rows(self.num_labels, empty_rows)
+
+
+class ColumnTypes:
+    """The types of attributes while changes of labels are applied one after the other.
+
+    An attribute that had integers and fractions is float64, and stays so as long as a label has it.
+    `LabelAttributes.with_rows` for all changes at once does not see values that were removed since.
+
+    Args:
+        attributes: those before the first change.
+    """
+
+    def __init__(self, attributes: LabelAttributes) -> None:
+        self._attributes = attributes
+        self._kinds: dict[str, str] = {}
+        self._num_labels: dict[str, int] = {}  # that have an attribute, by its name
+        for name, column in attributes._columns.items():
+            self._kinds[name] = _KINDS[column.type]
+            self._num_labels[name] = len(column) - column.null_count
+        self._names: dict[int, Collection[str]] = {}  # attributes of labels that have changed
+
+    @property
+    def widened(self) -> set[str]:
+        """Names of the attributes that are float64."""
+        return {name for name, kind in self._kinds.items() if kind == "float64"}
+
+    def apply(self, rows: Mapping[int, Mapping[str, Scalar]]) -> None:
+        """Applies a change.
+
+        Args:
+            rows: as of `LabelAttributes.with_rows`, which has accepted them.
+        """
+        for label_id in rows:
+            for name in self._names_of(label_id):
+                self._num_labels[name] -= 1
+                if not self._num_labels[name]:
+                    del self._kinds[name]
+        for label_id, row in rows.items():
+            self._names[label_id] = tuple(row)
+            for name, value in row.items():
+                self._num_labels[name] = self._num_labels.get(name, 0) + 1
+                kind = _kind(value)
+                # Other types than these of numbers were refused.
+                self._kinds[name] = kind if self._kinds.get(name, kind) == kind else "float64"
+
+    def _names_of(self, label_id: int) -> Collection[str]:
+        if label_id in self._names:
+            return self._names[label_id]
+        if label_id >= self._attributes.num_labels:
+            return ()
+        return self._attributes.of([label_id])[0]
 
 
 def _column_without(column: pa.Array, label_ids: pa.Array) -> pa.Array:
@@ -253,10 +308,12 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _common_kind(name: str, column: pa.Array | None, new: Sequence[Scalar | None]) -> str:
+def _common_kind(
+    name: str, column: pa.Array | None, new: Sequence[Scalar | None], is_widened: bool
+) -> str:
     """The type that can hold the old values of an attribute and the new ones.
 
-    If both integers and floats occur, the integers become floats.
+    If both integers and floats occur, the integers become floats; so they do if `is_widened`.
 
     Raises:
         ConfigError: there is no such type.
@@ -274,6 +331,8 @@ def _common_kind(name: str, column: pa.Array | None, new: Sequence[Scalar | None
                 f"attribute {name!r} of other labels is of type {kind}, found {value!r}: give it one type"
             )
     assert kind is not None
+    if kind == "int64" and is_widened:
+        kind = "float64"
     if kind == "float64":
         _check_exact(name, column, new_values)
     return kind

@@ -9,6 +9,7 @@ snapshots of all processes agree.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 from xmcray.errors import StorageError, memory_errors
 from xmcray.nn.label_side import LabelSide
 from xmcray.retrieval.answers import FoundLabel
-from xmcray.retrieval.attributes import LabelAttributes
+from xmcray.retrieval.attributes import ColumnTypes, LabelAttributes
 from xmcray.retrieval.bundle import KIND, read_attributes
 from xmcray.retrieval.labels import NewLabel, load_label_sides, with_labels
 from xmcray.retrieval.new_vectors import new_vectors
@@ -181,13 +182,16 @@ class Snapshot:
         Returns:
             The snapshot. Of its place only the number is known (`at`).
         """
-        if not operations:
-            return self
+        return self._after([operations]) if operations else self
+
+    def _after(self, commits: Sequence[Sequence[schema.Operation]]) -> Snapshot:
+        """The snapshot with the operations of some commits applied; at least one commit."""
+        operations = list(itertools.chain.from_iterable(commits))
         # The first look-up builds `exported`. Later the retriever has labels that were added, too.
         old_ids = self.label_ids(operation.uid for operation in operations)
         changes = _LabelChanges(self, old_ids)
-        for operation in operations:
-            changes.add(operation)
+        for commit in commits:
+            changes.add_commit(commit)
         retriever = self.retriever
         # First join, then leave: a label that joined may leave in the same sequence.
         if changes.joining:
@@ -198,7 +202,9 @@ class Snapshot:
         return replace(
             self,
             retriever=retriever,
-            attributes=self.attributes.with_rows(num_labels, changes.attributes),
+            attributes=self.attributes.with_rows(
+                num_labels, changes.attributes, changes.types.widened
+            ),
             place=LogPlace(self.number + len(operations)),
             changed_ids=changes.ids,
         )
@@ -211,10 +217,7 @@ class Snapshot:
         Args:
             commits: those after `number`, in order, at least one.
         """
-        operations: list[schema.Operation] = []
-        for commit in commits:
-            operations += commit.operations
-        return self.after(operations).at(commits[-1].place)
+        return self._after([commit.operations for commit in commits]).at(commits[-1].place)
 
     def label_id(self, uid: str) -> int | None:
         """Id of a label that can be answered; None if there is none of that uid."""
@@ -354,13 +357,14 @@ def _uids(answers: Sequence[FoundLabel]) -> set[str]:
 
 
 class _LabelChanges:
-    """What a sequence of operations changes in a snapshot.
+    """What the operations of some commits change in a snapshot.
 
     Attributes:
         ids: as `Snapshot.changed_ids`.
         joining: labels with the next ids.
         leaving: ids of labels that are no longer answered.
         attributes: new attributes by label id.
+        types: of the attributes, commit by commit.
 
     Args:
         snapshot: the labels before the sequence.
@@ -372,11 +376,21 @@ class _LabelChanges:
         self.joining: list[NewLabel] = []
         self.leaving: list[int] = []
         self.attributes: dict[int, schema.Attributes] = {}
+        self.types = ColumnTypes(snapshot.attributes)
+        self._rows: dict[int, schema.Attributes] = {}  # as `attributes`, of the present commit
         self._snapshot = snapshot
         self._old_ids = old_ids
         self._first_new_id = snapshot.retriever.settings.num_labels
 
-    def add(self, operation: schema.Operation) -> None:
+    def add_commit(self, operations: Sequence[schema.Operation]) -> None:
+        """Adds the operations of a commit."""
+        for operation in operations:
+            self._add(operation)
+        self.types.apply(self._rows)
+        self.attributes.update(self._rows)
+        self._rows = {}
+
+    def _add(self, operation: schema.Operation) -> None:
         """Adds one operation. A label whose text changes leaves, and joins with a new id."""
         uid = operation.uid
         text = operation.text or ""
@@ -387,20 +401,20 @@ class _LabelChanges:
         if old_id is not None:
             if not deletes and operation.text in (None, self._text(old_id)):
                 if attributes is not None:
-                    self.attributes[old_id] = attributes
+                    self._rows[old_id] = attributes
                 return
             self.leaving.append(old_id)
             if attributes is None and not deletes:
                 attributes = self._attributes(old_id)
             # A label that left decides no longer of what type an attribute is.
-            self.attributes[old_id] = {}
+            self._rows[old_id] = {}
         # Recorded even for a label without tokens: it hides the exported label of this uid.
         self.ids[uid] = None
         if deletes or not self._snapshot.retriever.has_tokens(text):
             return
         new_id = self._first_new_id + len(self.joining)
         self.ids[uid] = new_id
-        self.attributes[new_id] = attributes or {}
+        self._rows[new_id] = attributes or {}
         self.joining.append(NewLabel(uid, text))
 
     def _text(self, label_id: int) -> str:
@@ -409,6 +423,17 @@ class _LabelChanges:
         return self._snapshot.text(label_id)
 
     def _attributes(self, label_id: int) -> schema.Attributes:
+        if label_id in self._rows:
+            return self._rows[label_id]
         if label_id in self.attributes:
-            return self.attributes[label_id]
+            return self._as_stored(self.attributes[label_id])
         return self._snapshot.attributes.of([label_id])[0]
+
+    def _as_stored(self, attributes: schema.Attributes) -> schema.Attributes:
+        """Attributes of an earlier commit, as they would be read from its columns."""
+        widened = self.types.widened
+        stored = dict(attributes)
+        for name, value in attributes.items():
+            if type(value) is int and name in widened:  # a boolean is an integer, too
+                stored[name] = float(value)
+        return stored

@@ -24,6 +24,7 @@ from xmcray.retrieval.attributes import FILE, LabelAttributes, checked_attribute
 from xmcray.retrieval.bundle import read_attributes, read_settings
 from xmcray.retrieval.labels import NewLabel, add_labels, annotate_labels, remove_labels
 from xmcray.retrieval.retriever import Retriever
+from xmcray.serving.log_place import Commit, LogPlace
 from xmcray.serving.schema import Operation
 from xmcray.serving.snapshot import Snapshot
 from xmcray.storage.artifact import open_artifact
@@ -317,6 +318,34 @@ def test_a_label_that_left_a_server_does_not_decide_the_type(bundle: Path) -> No
     label_id = snapshot.label_id("u2")
     assert label_id == len(TEXTS)
     assert np.flatnonzero(snapshot.attributes.mask({"price": 1.5})).tolist() == [label_id]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_how_commits_are_grouped_does_not_decide_the_type(bundle: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    start = Snapshot.load(str(bundle), "m", 1)
+    one_by_one = start
+    commits = []
+    for number in range(1, 25):
+        # Few labels, so that an attribute is often lost by all of them.
+        uid = f"u{rng.integers(2)}"
+        value = [1, 2, 0.5][rng.integers(3)]
+        operation = [
+            Operation(op="add", uid=uid, text=TEXTS[0], attributes={"n": value}),
+            update(uid, TEXTS[rng.integers(len(TEXTS))]),
+            delete(uid),
+        ][rng.integers(3)]
+        commits.append(Commit([operation], LogPlace(number)))
+        one_by_one = one_by_one.after_commits(commits[-1:])
+        together = start.after_commits(commits)
+        assert together.attributes.names == one_by_one.attributes.names
+        for label in ("u0", "u1"):
+            label_id = one_by_one.label_id(label)
+            assert together.label_id(label) == label_id
+            if label_id is not None:
+                expected = one_by_one.attributes.of([label_id])
+                found = together.attributes.of([label_id])
+                assert repr(found) == repr(expected), commits  # 1 is not 1.0
 
 
 def test_attributes_that_all_labels_lose_stay_lost(bundle: Path, tmp_path: Path) -> None:
