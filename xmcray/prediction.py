@@ -9,13 +9,14 @@ name at one moment.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -48,6 +49,9 @@ from xmcray.retrieval.votes import MemoryConfig, changed_memory
 from xmcray.storage.artifact import new_artifact, open_artifact, refuse_existing
 from xmcray.storage.manifest import hash_file
 from xmcray.storage.remote import is_url
+
+if TYPE_CHECKING:
+    from xmcray.retrieval.reranker import Reranker
 
 KIND = "predictions"
 ANSWERS = 10  # by default, or all labels if there are fewer
@@ -167,7 +171,19 @@ def _named_reranker(path: str) -> tuple[str, str]:
 
     # Workers may have another working directory.
     everywhere = str(Path(path).absolute()) if Path(path).exists() else path
-    return everywhere, Reranker.load(everywhere).sha256
+    return everywhere, _reranker_sha256(Reranker.load(everywhere), everywhere)
+
+
+def _reranker_sha256(reranker: Reranker, path: str) -> str:
+    """Names the content of a cross-encoder; "" for one of a hub that xmcray did not write."""
+    folder = Path(path)
+    if reranker.sha256 or not folder.is_dir():
+        return reranker.sha256
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            digest.update(f"{file.relative_to(folder)} {hash_file(file).sha256}\n".encode())
+    return digest.hexdigest()
 
 
 def _job(
@@ -288,7 +304,7 @@ def _retriever(
     name, reranker_sha256 = reranker
     reranked = retriever.reranked_by(name)
     assert reranked.reranker is not None
-    if reranked.reranker.sha256 != reranker_sha256:
+    if _reranker_sha256(reranked.reranker, name) != reranker_sha256:
         raise StorageError(f"{name} was changed meanwhile; leave it alone, or predict with a copy")
     return reranked
 

@@ -158,7 +158,7 @@ def _private_text(path: Path) -> str:
     if len(content) > MAX_FILE:
         raise ConfigError(f"token file {path} has over {MAX_FILE:,} bytes, expected a token a line")
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")  # without the mark that some editors put first
     except UnicodeDecodeError:
         raise ConfigError(f"token file {path} is not UTF-8, expected a token a line") from None
 
@@ -183,6 +183,8 @@ def _parse(line: str) -> _Token:
     rest = "".join(others).strip()
     if len(token) < MIN_LENGTH:
         raise ConfigError(f"a token of {len(token)} characters, expected at least {MIN_LENGTH}")
+    if not all("!" <= letter <= "~" for letter in token):
+        raise ConfigError("a token with characters other than visible ASCII, which no header has")
     if not rest:
         return _Token(_digest(token), float("inf"))
     try:

@@ -208,7 +208,9 @@ class Service:
         snapshot = self.served.current(name)
         async with self._admitted(None) as deadline:
             encoded = await self._encode(deadline, snapshot, texts)
-            num_tokens = await self._run(deadline, snapshot.num_tokens, texts)
+            num_tokens = await self._run(
+                deadline, snapshot.num_tokens, texts, self.config.max_tokens
+            )
         return schema.Pinned(**_pinned(snapshot)), encoded.query_BD, num_tokens
 
     async def score_documents(
@@ -352,9 +354,13 @@ class Service:
         request: schema.SearchRequest,
         all_labels: Sequence[Sequence[FoundLabel]],
     ) -> None:
-        """Adds the best answers of requests without a filter to what drifts are computed of."""
+        """Adds the best answers of requests without a filter to what drifts are computed of.
+
+        A reranker puts others first than those by which the curves were fitted, so nothing is added.
+        """
         calibration = snapshot.retriever.calibration
-        if calibration is None or request.filter is not None:
+        is_reranked = snapshot.retriever.reranker is not None
+        if calibration is None or is_reranked or request.filter is not None:
             return
         drift = self._drifts.get(snapshot.model)
         # Another bundle begins anew.

@@ -254,9 +254,11 @@ class Snapshot:
         query_BD, truncated = self.retriever.encode_start(texts, max_tokens, vectors)
         return EncodedTexts(query_BD, truncated.tolist())
 
-    def num_tokens(self, texts: Sequence[str]) -> int:
-        """Tokens of texts, as far as the model reads them."""
-        return int(self.retriever.tokenizer.encode(list(texts)).lengths.sum())
+    def num_tokens(self, texts: Sequence[str], max_tokens: int) -> int:
+        """Tokens of texts, as far as they are read: at most `max_tokens` of each."""
+        tokenizer = self.retriever.tokenizer
+        limit = min(max_tokens, tokenizer.max_len)
+        return int(tokenizer.encode(list(texts), limit).lengths.sum())
 
     def score(
         self, query: str, documents: Sequence[str], max_tokens: int

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from corpora import planted_corpus
-from models import write_bert
+from models import write_bert, write_cross_encoder
 from served import served
 from shell import run_command, set_options
 
+from xmcray import prediction
 from xmcray.data.corpus import Corpus
 from xmcray.errors import BundleError, ConfigError
 from xmcray.nn.cross_encoder import CrossEncoder
@@ -204,3 +205,14 @@ def test_a_missing_model_is_named_as_a_cross_encoder(monkeypatch: pytest.MonkeyP
     message = "cross-encoder 'no/such' is .*such as cross-encoder/ms-marco-MiniLM-L6-v2"
     with pytest.raises(ConfigError, match=message):
         CrossEncoder.load("no/such")
+
+
+def test_predictions_know_another_cross_encoder_of_the_same_folder(tmp_path: Path) -> None:
+    folder = write_cross_encoder(tmp_path / "model", ["a", "b"])
+    path, before = prediction._named_reranker(str(folder))
+    assert prediction._named_reranker(str(folder)) == (path, before)
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert prediction._named_reranker(str(folder)) != (path, before)

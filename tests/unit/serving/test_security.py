@@ -43,6 +43,7 @@ def test_rotation_with_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert now_with(f"{NEW}\n{OLD} until {past.isoformat()}\n") == [True, False]
     assert now_with(f"{NEW}\n{OLD}\tuntil\t{soon.isoformat()} \n") == [True, True]
     assert now_with(f"{NEW}\n") == [True, False]
+    assert now_with(f"\ufeff{NEW}\n") == [True, False]
 
 
 Damage = Callable[[Path], object]
@@ -52,6 +53,11 @@ DAMAGE: dict[str, tuple[Damage, list[bool], str]] = {
     "deleted": (lambda path: path.unlink(), [False, False], "No such file"),
     "open to others": (lambda path: path.chmod(0o644), [False, False], "has mode 0644"),
     "a line too short": (lambda path: path.write_text(f"short\n{NEW}\n"), [False, True], "line 1"),
+    "a letter beyond ASCII": (
+        lambda path: path.write_text(f"{OLD}é\n{NEW}\n", "utf-8"),
+        [False, True],
+        "line 1: a token with characters other than visible ASCII",
+    ),
     "no time": (lambda path: path.write_text(f"{OLD} soon\n{NEW}\n"), [False, True], "until TIME"),
     "not UTF-8": (lambda path: path.write_bytes(b"\xff" * 20), [False, False], "is not UTF-8"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), [False, False], "Is a directory"),
