@@ -51,7 +51,7 @@ class AstraConfig(OneVsAllConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("method.max_positives", self.max_positives, low=0)
-        if isinstance(self.importance_weight, float):
+        if not isinstance(self.importance_weight, str):
             check_range("method.importance_weight", self.importance_weight, low=0)
 
 
