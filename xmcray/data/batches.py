@@ -361,7 +361,7 @@ class BatchSampler:
         weights = self.data.weights(ids)
         if weights is None or self.data.config.relevance == "weight":
             return weights
-        # The same on all ranks. A positive that is not drawn is no negative either.
+        # The same on all ranks. A positive that is not drawn counts 0.
         generator = draws.generator(self.seed, "relevance", step)
         limit = generator.random(len(weights)) * largest_of_rows(weights, positives)
         return (limit < weights).astype(np.float64)
