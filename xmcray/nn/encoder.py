@@ -153,7 +153,7 @@ class EncoderConfig:
             self._refuse("init_share", is_set, "encoder.init_from to name a transformer")
 
     def without_effect(self) -> list[str]:
-        """Names of settings of the other kind of encoder that are set."""
+        """Names of settings that are set, and that this kind of encoder does not read."""
         names: tuple[str, ...] = ()
         if self.name == "static":
             names = _OF_TRANSFORMERS
@@ -333,7 +333,7 @@ def _build_text_encoder(
         name = str(folder) if folder.is_dir() else config.name
         return transformer.build(dataclasses.replace(config, name=name), tokenizer, seed)
     encoder = kind.load(folder)
-    for setting in ("frozen", "lora_rank", "gradient_checkpointing"):
+    for setting in ("frozen", "lora_rank", "gradient_checkpointing", "dropout"):
         if getattr(config, setting):
             raise ConfigError(
                 f"encoder {config.name} is no transformer, which encoder.{setting} needs;"

@@ -288,6 +288,11 @@ def collected(checkpoint: Checkpoint) -> list[QueryBlock]:
     return blocks
 
 
+def has_rows(path: Path, name: str) -> bool:
+    """Whether a checkpoint has rows of a table, or state of the method, of this name."""
+    return any(path.glob(f"{name}-*.safetensors"))
+
+
 def row_blocks(
     path: Path,
     name: str,

@@ -355,7 +355,14 @@ def _carry(
         own: the tensors by name, changed in place.
         old_ids: int64 [L], row of each label in the checkpoint; -1 for new labels.
         num_old: rows in the checkpoint.
+    Raises:
+        ConfigError: the source had no such table, or one of another kind.
     """
+    if not checkpoints.has_rows(last.path, name):
+        raise ConfigError(
+            f"{source.path} was trained without {name} rows, which these settings of method.* need;"
+            " use those of that run, or train without --from"
+        )
     # Labels are sorted by their rows in the checkpoint, so that each of its files is read once.
     kept_ids = np.flatnonzero(old_ids >= 0)
     kept_ids = kept_ids[np.argsort(old_ids[kept_ids])]

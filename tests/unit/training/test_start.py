@@ -314,6 +314,29 @@ def test_what_cannot_carry_over_is_refused_in_one_line(
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize(
+    ("method", "before", "now", "missing"),
+    [
+        ("unidec", {"method.balance": 1}, {"method.balance": 0.5}, "classifier"),
+        ("dexml", {"method.columns": "all"}, {"method.columns": "cache"}, "state"),
+    ],
+)
+def test_what_the_run_before_had_not_is_refused_in_one_line(
+    corpora: tuple[Corpus, Corpus],
+    tmp_path: Path,
+    shell: Shell,
+    method: str,
+    before: dict[str, Any],
+    now: dict[str, Any],
+    missing: str,
+) -> None:
+    small = {**SETTINGS, "optim.epochs": 1}
+    shell.run(command(method, corpora[0], tmp_path / "a", "--no-evaluate", **small, **before))
+    train = command(method, corpora[1], tmp_path / "b", f"--from {tmp_path}/a", **now)
+    assert f"was trained without {missing} rows, which these settings" in shell.error(train)
+    assert not (tmp_path / "b").exists()
+
+
 def test_a_run_keeps_its_start(
     corpora: tuple[Corpus, Corpus],
     astra: Run,
