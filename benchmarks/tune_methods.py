@@ -30,6 +30,7 @@ import hashlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -60,6 +61,7 @@ MAIN = "import sys; from xmcray.cli import main; sys.exit(main(sys.argv[1:]))"
 def main() -> None:
     arguments = parse_arguments()
     os.nice(arguments.nice)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     data_sets.offer_minilm()
     deadline = time.monotonic() + 60 * arguments.minutes
     failed = []
@@ -163,12 +165,18 @@ def tuned(method: str, corpus: Corpus, folder: Path, arguments: argparse.Namespa
     print(f"{method} on {name}: up to {arguments.trials} trials", flush=True)
     started = time.monotonic()
     with (folder / "tune.log").open("a", encoding="utf-8") as log:
-        result = subprocess.run(
-            command(method, corpus, folder, arguments), stdout=log, cwd=data_sets.ROOT, check=False
-        )
-    if result.returncode < 0:
-        raise SystemExit(128 - result.returncode)  # a signal; the same command continues
-    if result.returncode:
+        words = command(method, corpus, folder, arguments)
+        sweep = subprocess.Popen(words, stdout=log, cwd=data_sets.ROOT)
+        try:
+            code = sweep.wait()
+        except BaseException:
+            # A sweep that goes on alone would keep its folder from the same command.
+            sweep.terminate()
+            sweep.wait()
+            raise
+    if code < 0:
+        raise SystemExit(128 - code)  # a signal; the same command continues
+    if code:
         return False
     minutes = (time.monotonic() - started) / 60
     best = json.loads((folder / "sweep" / "results.json").read_text(encoding="utf-8"))["trials"][0]
