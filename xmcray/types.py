@@ -318,6 +318,11 @@ class Batch:
         places = np.searchsorted(pairs, queries * stride + labels)
         return self.relevance[places]
 
+    def counting(self, positives: Ragged) -> Ragged:
+        """Those of some positives of the G queries that count more than 0 in this step."""
+        weights = self.weights_of(positives.row_ids, positives.values)
+        return positives if weights is None else positives.where(weights > 0)
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:

@@ -29,7 +29,8 @@ class Picked:
     Attributes:
         positives: Pairs of a query and a column of this rank. It does not matter which query
             brought the label into the pool.
-        skipped: Pairs that are neither positive nor negative (a query's own label).
+        skipped: Pairs that are neither positive nor negative (a query's own label, or
+            a positive that counts 0).
         count_G: int64 [G] on the host, |P_i^B|: positives of each query in the columns of all ranks.
         num_labels: Columns of all ranks that are positive for some query.
     """

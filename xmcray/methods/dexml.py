@@ -335,10 +335,11 @@ class Dexml(DualEncoder):
             pool: Labels that are scored.
             with_dropout: Whether the labels have dropout.
         """
+        positives = batch.counting(positives)
         if self.config.loss == "decoupled":
             skipped = pool.pairs(batch.positives, batch.excluded)
         else:
-            # Positives that were not drawn are neither positive nor negative.
+            # Positives that were not drawn, or count 0, are neither positive nor negative.
             skipped = pool.pairs(batch.positives, batch.excluded, without=positives)
         k_G = None
         if self.config.loss == "soft_top_k":
@@ -393,10 +394,10 @@ class Dexml(DualEncoder):
 
         Args:
             batch: Global batch.
-            positives: Drawn positives of all queries.
+            positives: Positives of all queries that were drawn and count.
             pool: Labels that are scored.
         """
-        # Drawn positives count. The other positives and the query's own label do not, and no label
+        # These positives count. The other positives and the query's own label do not, and no label
         # is both.
         num_undrawn_G = pool.count(batch.positives) - pool.count(positives)
         num_counted_G = pool.num_labels - num_undrawn_G - pool.count(batch.excluded)

@@ -301,11 +301,13 @@ class Unidec(Method):
     def _picked(self, batch: Batch, pool: LabelPool) -> Picked:
         """The true labels of the batch's queries in a pool."""
         # Labels of the pool that no query of the batch has are negatives only, and no anchors.
-        is_positive = np.isin(pool.ids, batch.positives.values)
+        positives = batch.counting(batch.positives)
+        is_positive = np.isin(pool.ids, positives.values)
         return Picked(
-            positives=pool.positives(batch.positives, batch),
-            skipped=pool.pairs(batch.excluded),
-            count_G=torch.from_numpy(pool.count(batch.positives)),
+            positives=pool.positives(positives, batch),
+            # Positives that count 0 in this step are neither positive nor negative.
+            skipped=pool.pairs(batch.positives, batch.excluded, without=positives),
+            count_G=torch.from_numpy(pool.count(positives)),
             num_labels=int(is_positive.sum()),
         )
 

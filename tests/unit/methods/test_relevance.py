@@ -29,17 +29,22 @@ from xmcray.training.outcome import measure, nearest_queries
 from xmcray.training.run_config import RunConfig
 from xmcray.types import Batch, Float32Array, Float64Array, Int64Array, Ragged, TopLabels
 
-# Settings under which a method's loss has other terms.
+# Settings under which a method's loss has other terms. Temperature 1 leaves no term close to 0.
 EXTRA = {
     "astra": [[], ["method.exact=true"], ["method.max_positives=1"]],
     "dexml": [
-        [],
-        ["method.loss=softmax"],
-        ["method.loss=soft_top_k"],
-        ["method.loss=bce"],
+        [f"method.loss={loss}", "method.temperature=1"]
+        for loss in ("decoupled", "softmax", "soft_top_k", "bce")
     ],
+    "unidec": [["method.temperature=1"]],
 }
 CASES = [(method, extra) for method in method_names() for extra in EXTRA.get(method, [[]])]
+# The losses over all positives of a query, and not over some that are drawn.
+WITHOUT_DRAWS = [
+    (method, extra)
+    for method, extra in CASES
+    if method not in ("prime", "rae") and extra != ["method.max_positives=1"]
+]
 
 
 def regraded_corpus(folder: Path, relevance: float) -> Corpus:
@@ -81,9 +86,9 @@ def total_of(setup: Setup, batch: Batch, relevance: np.ndarray | None) -> float:
     return setup.method.loss(graded, None).total.item()
 
 
-def one_hot(place: int, size: int) -> Float64Array:
-    values = np.zeros(size)
-    values[place] = 1
+def ones_but(place: int, value: float, size: int) -> Float64Array:
+    values = np.ones(size)
+    values[place] = value
     return values
 
 
@@ -110,15 +115,45 @@ def test_a_loss_is_the_sum_of_its_positives_by_their_weights(
     num_positives = len(batch.positives.values)
     weights = np.random.default_rng(0).uniform(0, 3, num_positives)
 
-    # What a positive adds is the loss with it alone, less the loss without any.
-    without = total_of(setup, batch, np.zeros(num_positives))
-    expected = without
-    for place, weight in enumerate(weights):
-        with_one = total_of(setup, batch, one_hot(place, num_positives))
-        expected += weight * (with_one - without)
+    # What a positive adds is the loss with this one doubled, less the loss with all weights 1.
+    unweighted = total_of(setup, batch, None)
+    terms = []
+    for place in range(num_positives):
+        doubled = total_of(setup, batch, ones_but(place, 2, num_positives))
+        terms.append(doubled - unweighted)
 
+    expected = unweighted + np.dot(weights - 1, terms)
     assert total_of(setup, batch, weights) == pytest.approx(expected, rel=1e-9)
-    assert total_of(setup, batch, None) > without, "positives add to the loss"
+    assert sum(terms) > 0, "positives add to the loss"
+
+
+@pytest.mark.parametrize(("method", "extra"), WITHOUT_DRAWS)
+def test_a_positive_that_counts_0_is_neither_positive_nor_negative(
+    equal: Corpus, method: str, extra: list[str]
+) -> None:
+    """As the query's own label."""
+    setup = built(equal, method, "data.relevance=weight", *extra)
+    batch = setup.sampler.batch(0, 0, 1)
+    positives = batch.positives
+    # The query has another positive, and another query has the label, which is scored either way.
+    labels, num_queries = np.unique(positives.values, return_counts=True)
+    is_shared = np.isin(positives.values, labels[num_queries > 1])
+    has_others = positives.lengths[positives.row_ids] > 1
+    place = int(np.flatnonzero(is_shared & has_others)[0])
+    relevance = ones_but(place, 0, len(positives.values))
+
+    excluded = [row.tolist() for row in batch.excluded]
+    of_query = excluded[positives.row_ids[place]]
+    of_query.append(positives.values[place])
+    of_query.sort()
+    without = dataclasses.replace(
+        batch,
+        positives=positives.where(relevance > 0),
+        excluded=Ragged.from_rows(excluded),
+    )
+
+    assert total_of(setup, batch, relevance) == pytest.approx(total_of(setup, without, None))
+    assert total_of(setup, batch, relevance) != pytest.approx(total_of(setup, batch, None))
 
 
 def test_weights_are_relevance_by_its_mean_in_the_order_of_the_positives(rising: Corpus) -> None:
