@@ -11,20 +11,21 @@ import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import ray
+import ray.exceptions
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 from ray.tune.search import Searcher
 from ray.tune.stopper import Stopper
 
 from xmcray import draws, errors
-from xmcray.errors import ConfigError, ResourceError, XmcrayError
+from xmcray.errors import ConfigError, OutOfMemoryError, ResourceError, XmcrayError
 from xmcray.ray_adapter import private
 from xmcray.ray_adapter.session import ray_session
 from xmcray.training.run_config import ClusterConfig
@@ -103,7 +104,8 @@ def _run_remaining(sweep: Sweep, guide: Guide, cluster: ClusterConfig) -> None:
     with ray_session(dashboard=True):
         try:
             trial_share = share(cluster, ray.nodes(), _may_use_index(sweep))
-            _tuner(sweep, guide, trial_share).fit()
+            with eviction_errors():
+                _tuner(sweep, guide, trial_share).fit()
             # Tune does not wait for the processes of trials that it stopped.
             for number in guide.values_by_trial:
                 wait_until_free(sweep.run_path(number))
@@ -112,6 +114,24 @@ def _run_remaining(sweep: Sweep, guide: Guide, cluster: ClusterConfig) -> None:
             shutil.rmtree(sweep.path / "ray", ignore_errors=True)
     if guide.problem is not None:
         raise guide.problem
+
+
+@contextlib.contextmanager
+def eviction_errors() -> Iterator[None]:
+    """Says that Ray has ended a trial because the memory of its machine was full.
+
+    Tune does not expect this end of an actor. It gives up, with an error of its own.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, ray.exceptions.OutOfMemoryError):
+            raise
+        raise OutOfMemoryError(
+            "the memory of the machine was full, so Ray has ended a trial; end other programs or"
+            " search smaller sizes (`xmcray plan` estimates what a training needs), then the same"
+            " command continues the sweep"
+        ) from error
 
 
 def _tuner(sweep: Sweep, guide: Guide, trial_share: Share) -> tune.Tuner:

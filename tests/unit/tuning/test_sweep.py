@@ -9,15 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ray.exceptions
 import yaml
 from corpora import planted_corpus
 from parsed_page import Page
 from shell import Shell
 
-from xmcray.errors import ConfigError, ResourceError, RunError
+from xmcray.errors import ConfigError, OutOfMemoryError, ResourceError, RunError
 from xmcray.training.run_config import ClusterConfig, RunConfig
 from xmcray.tuning.report import importance, write_report
-from xmcray.tuning.search import Guide, TrialStopper, asha, proposals, share
+from xmcray.tuning.search import Guide, TrialStopper, asha, eviction_errors, proposals, share
 from xmcray.tuning.space import NumberRange, parse_space
 from xmcray.tuning.sweep import Sweep, SweepConfig, Trial, Validation
 from xmcray.tuning.trial import Reporter
@@ -406,3 +407,15 @@ def test_a_restart_draws_nothing_a_second_time(tmp_path: Path) -> None:
         drawn.append(proposals(sweep).propose(number))
         sweep.draw(number, drawn[-1])
     assert all(first != second for first, second in itertools.combinations(drawn, 2))
+
+
+def test_a_full_memory_ends_a_sweep_with_one_line() -> None:
+    """As Tune 2.60 passes on what Ray says of an actor that it has ended."""
+    cause = ray.exceptions.OutOfMemoryError("1 worker(s) were killed")
+    with (
+        pytest.raises(OutOfMemoryError, match="the same command continues the sweep"),
+        eviction_errors(),
+    ):
+        raise RuntimeError(f"Caught unexpected exception: {cause}") from cause
+    with pytest.raises(RuntimeError, match="another"), eviction_errors():
+        raise RuntimeError("another") from ValueError("cause")
