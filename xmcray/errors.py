@@ -3,6 +3,7 @@
     XmcrayError            exit code 2: one line that says what was found, what was expected, what to do
     |-- ConfigError        a setting, an option or a preset
     |-- DataError          raw files or a corpus
+    |   `-- NoPositivesError   a split whose queries have no positive left
     |-- RunError           a run directory: in use, not empty, of another corpus, no checkpoint; or a
     |                      run whose processes were lost
     |-- StorageError       the disk or object store: full, unreadable, altered since it was written
@@ -41,6 +42,10 @@ class ConfigError(XmcrayError):
 
 class DataError(XmcrayError):
     """Raw files or a corpus are missing, malformed or altered."""
+
+
+class NoPositivesError(DataError):
+    """No query of a split has a positive that can be answered, so nothing can be measured."""
 
 
 class RunError(XmcrayError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -314,9 +315,19 @@ def evaluate(options: argparse.Namespace) -> None:
     if comparisons:
         from xmcray.evaluation.table import comparison_table
 
-        first, *others = [Path(path).name for path in paths]
+        first, *others = _short_names(paths)
         for other, rows in zip(others, comparisons, strict=True):
             show(comparison_table(rows, first, other, len(others)))
+
+
+def _short_names(paths: Sequence[str]) -> list[str]:
+    """The last names of paths, so many that different paths differ."""
+    num_parts = 1
+    while True:
+        names = ["/".join(Path(path).parts[-num_parts:]) for path in paths]
+        if len(set(names)) == len({Path(path) for path in paths}):
+            return names
+        num_parts += 1
 
 
 def _comparisons_json(

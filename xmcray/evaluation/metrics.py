@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xmcray.errors import DataError
+from xmcray.errors import DataError, NoPositivesError
 from xmcray.types import (
     BoolArray,
     Float64Array,
@@ -193,10 +193,10 @@ class Metrics:
         """Every metric as a fraction; a segment without a label in the truth has no macro-F1.
 
         Raises:
-            DataError: no query had a positive.
+            NoPositivesError: no query had a positive.
         """
         if not self.queries:
-            raise DataError(
+            raise NoPositivesError(
                 f"none of {self.left_out} queries has a positive left, expected at least one;"
                 " choose another split"
             )

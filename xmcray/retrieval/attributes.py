@@ -10,7 +10,7 @@ each distinct string only once, which takes milliseconds for 10^6 labels.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -414,19 +414,29 @@ def _within(name: str, column: pa.Array, bounds: Bounds) -> BoolArray:
                 f"bound {bound!r} of attribute {name!r} is {limit!r}, expected a number"
             )
         if kind == "float64":
-            limit = _float_of(limit)
+            limit = _float_bound(limit, to_integer)
         elif isinstance(limit, float) and not math.isinf(limit):
             limit = to_integer(limit)
         mask &= compare(values, limit)
     return mask
 
 
-def _float_of(number: float) -> float:
-    """A number as a float; infinity for an integer that is larger than all floats."""
+def _float_bound(limit: float, to_integer: Callable[[float], int]) -> float:
+    """A bound as a float that has the same floats within.
+
+    Args:
+        limit: a large integer may lie between two floats, or beyond all of them.
+        to_integer: how the bound is rounded.
+    """
     try:
-        return float(number)
+        nearest = float(limit)
     except OverflowError:
-        return math.inf if number > 0 else -math.inf
+        return math.inf if limit > 0 else -math.inf
+    if to_integer is math.ceil and nearest < limit:
+        return math.nextafter(nearest, math.inf)
+    if to_integer is math.floor and nearest > limit:
+        return math.nextafter(nearest, -math.inf)
+    return nearest
 
 
 def _values(column: pa.Array) -> npt.NDArray[Any]:
@@ -438,9 +448,10 @@ def _as_kind(kind: str, value: Any) -> float | None:
     """The number of a type that equals `value`; None if the type cannot represent it."""
     if kind == "float64":
         try:
-            return float(value)
+            number = float(value)
         except OverflowError:
             return None
+        return number if number == value else None
     if kind == "int64" and isinstance(value, float):
         if not value.is_integer():
             return None

@@ -30,6 +30,7 @@ from xmcray.retrieval.attributes import FILE as ATTRIBUTES
 from xmcray.retrieval.bundle import KIND as BUNDLE
 from xmcray.retrieval.bundle import Settings, read_labels, read_settings
 from xmcray.retrieval.export_target import ExportTarget, label_block
+from xmcray.retrieval.fused import other_members
 from xmcray.retrieval.shards import open_vectors, vectors_name
 from xmcray.retrieval.vector_systems import SYSTEMS
 from xmcray.storage.artifact import new_artifact, open_artifact
@@ -77,6 +78,8 @@ def export_vectors(bundle: str | Path, out: str | Path, system: str) -> int:
         target = ExportTarget(made, settings.dim, attributes and attributes.schema, [])
         if settings.is_fused:
             target.notes.append(vector_readme.FUSED)
+            if other_members(folder, settings):
+                target.notes.append(vector_readme.SEVERAL.replace("DIM", str(settings.dim)))
         elif settings.has_memory:
             target.notes.append(vector_readme.MEMORY)
         SYSTEMS[system](target, _blocks(folder, settings, labels, answers, attributes))

@@ -14,6 +14,11 @@ FUSED = (
     " vectors, not those of the bundle."
 )
 
+SEVERAL = (
+    "The bundle has several members, and these are the label vectors of the first. A query's vector is the vectors of all"
+    " members, one after another: search with its first DIM numbers."
+)
+
 _HEAD = """# LABELS label vectors of width DIM
 
 A label's score is the inner product of its vector with the query's. A query's vector is made by the bundle:

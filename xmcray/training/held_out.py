@@ -32,8 +32,16 @@ def held_out_by(bundle: str, about: Mapping[str, Any], corpus: Corpus) -> Traini
         ConfigError: its run held nothing out.
         DataError: the bundle was made from another corpus.
     """
+    members = about.get("members", {})
+    # Members may have tokenizers of their own. `fuse` has compared the texts of their corpora.
+    corpora = {each.get("corpus_sha256", corpus.sha256) for each in (about, *members.values())}
+    if corpus.sha256 not in corpora:
+        raise DataError(
+            f"bundle {bundle} was made from another corpus than {corpus.path};"
+            " name that one with --data"
+        )
     data = _held_out_by_run(bundle, about, corpus)
-    for name, member in about.get("members", {}).items():
+    for name, member in members.items():
         other = _held_out_by_run(f"{bundle}, member {name}", member, corpus)
         both = np.intersect1d(data.validation_rows, other.validation_rows)
         data = data.with_validation_rows(both)
@@ -47,11 +55,6 @@ def held_out_by(bundle: str, about: Mapping[str, Any], corpus: Corpus) -> Traini
 
 def _held_out_by_run(bundle: str, about: Mapping[str, Any], corpus: Corpus) -> TrainingData:
     """As `held_out_by`, of one run; there may be no rows."""
-    if about.get("corpus_sha256", corpus.sha256) != corpus.sha256:
-        raise DataError(
-            f"bundle {bundle} was made from another corpus than {corpus.path};"
-            " name that one with --data"
-        )
     run_settings = about.get("config", {})
     config = configs.build(DataConfig, run_settings.get("data") or {}, "data.")
     if not config.validation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import platform
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import numpy as np
 from xmcray import __version__
 from xmcray.data.corpus import Corpus
 from xmcray.data.relevance import Relevance
-from xmcray.errors import DataError
+from xmcray.errors import DataError, NoPositivesError
 from xmcray.evaluation.evaluate import SEARCH_K, Evaluation, Search, evaluate
 from xmcray.evaluation.predictions import (
     predictions_to_top_labels,
@@ -32,6 +33,8 @@ from xmcray.training.export import check_corpus, export_run
 from xmcray.training.records import read_records
 from xmcray.training.run import SELECTION, Run
 from xmcray.types import Float64Array, Int64Array, Ragged, TopLabels
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int], None]
 _PACKAGES = ("ray", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
@@ -174,6 +177,14 @@ def stored_answers(path: str, corpus: Corpus, split: str) -> Search:
     num_labels = corpus.card.num_labels
     width = min(SEARCH_K, num_labels)
     stored = read_predictions(path, len(queries), num_labels)
+    most_stored = int(np.diff(stored.indptr).max(initial=0))
+    if most_stored < min(width, num_labels - len(corpus.removed_labels)):
+        logger.warning(
+            "%s has at most %d answers per query, so metrics of more, such as R@100, count these alone"
+            " (`xmcray predict -k 100` writes enough)",
+            path,
+            most_stored,
+        )
     # Another program, or a bundle before the removal, may have answered with them.
     matrix = without_labels(stored, corpus.removed_labels)
     return lambda rows: predictions_to_top_labels(matrix, rows, width, queries.filters(rows))
@@ -222,7 +233,10 @@ def finish(
     bundle = bundle_of(run, corpus)
     evaluation = None
     if evaluate_test and corpus.card.num_test:
-        evaluation = measure_bundle(Retriever.load(bundle), corpus, "test", progress=progress)
+        try:
+            evaluation = measure_bundle(Retriever.load(bundle), corpus, "test", progress=progress)
+        except NoPositivesError as error:
+            logger.warning("the test split is not measured: %s", error)
     record(run, corpus, evaluation)
     return evaluation
 

@@ -148,6 +148,27 @@ def test_evaluate_measures_run_bundle_and_predictions_alike(
     assert json.loads(again)["comparisons"] == [comparison]
 
 
+def test_compared_bundles_have_names_that_differ(
+    folder: Path, shell: Shell, tmp_path: Path
+) -> None:
+    shell.run(f"export {folder}/run --out {tmp_path}/b/bundle")
+    compared = f"--compare {tmp_path}/b/bundle"
+    table = shell.run(f"evaluate {folder}/run/bundle --data {folder}/corpus {compared}")
+    assert "run/bundle" in table
+    assert "b/bundle" in table
+
+
+def test_a_file_with_few_answers_is_named(
+    folder: Path, shell: Shell, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    queries = tmp_path / "queries.jsonl"
+    texts = Corpus.open(folder / "corpus").split("test").texts(np.arange(20))
+    queries.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    shell.run(f"predict {folder}/run {queries} --out {tmp_path}/few -k 5 --workers 1")
+    shell.run(f"evaluate {tmp_path}/few/predictions.npz --data {folder}/corpus")
+    assert "has at most 5 answers per query, so metrics of more, such as R@100" in caplog.text
+
+
 def test_the_bundle_of_a_run_is_served(folder: Path, tmp_path: Path) -> None:
     class ReadyError(Exception):
         pass

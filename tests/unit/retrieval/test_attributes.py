@@ -196,6 +196,19 @@ def test_sets_that_are_none(row: Any, message: str) -> None:
         KNOWN.with_rows(5, {0: row})
 
 
+def test_integers_between_floats_equal_none_and_bound_as_they_are() -> None:
+    """2^53 + 1 is the first integer that is no float, and rounds to 2^53; 2^53 + 3 rounds up."""
+    low, high = 2.0**53, 2.0**53 + 4
+    attributes = LabelAttributes(2).with_rows(2, {0: {"x": low}, 1: {"x": high}})
+    assert attributes.mask({"x": 2**53}).tolist() == [True, False]
+    for number in (2**53 + 1, 2**53 + 3):
+        assert not attributes.mask({"x": number}).any()
+        for bounds in (Range(gte=number), Range(gt=number)):
+            assert attributes.mask({"x": bounds}).tolist() == [False, True]
+        for bounds in (Range(lte=number), Range(lt=number)):
+            assert attributes.mask({"x": bounds}).tolist() == [True, False]
+
+
 def test_an_attribute_has_one_type() -> None:
     for row in ({"year": "x"}, {"year": True}, {"lang": 1}, {"new": 0}, {"price": "1"}):
         (name,) = row

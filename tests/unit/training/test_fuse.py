@@ -218,6 +218,13 @@ def test_members_may_have_tokenizers_of_their_own(
 
     fused = Retriever.load(tmp_path / "fused")
     measure_bundle(fused, corpus, "test")
+    # The same queries are held out of either corpus, but not of another one.
+    first_about, second_about = (read_manifest(path, KIND).about for path in paths)
+    about = {**first_about, "members": {"second": second_about}}
+    of_first = held_out_by("both", about, corpus).validation_rows
+    of_second = held_out_by("both", about, other).validation_rows
+    assert len(of_first) > 0
+    assert_array_equal(of_first, of_second)
 
     strange = planted_corpus(
         tmp_path / "strange",
@@ -225,6 +232,8 @@ def test_members_may_have_tokenizers_of_their_own(
         num_labels=NUM_LABELS,
         seed=1,
     )
+    with pytest.raises(DataError, match="both was made from another corpus than"):
+        held_out_by("both", about, strange)
     with pytest.raises(DataError, match="other texts or positives"):
         fuse(paths, corpus, tmp_path / "again", retokenized=[strange])
 

@@ -23,6 +23,7 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import clipped, train
 from xmcray.training.loop import build
+from xmcray.training.outcome import finish
 from xmcray.training.records import read_records
 from xmcray.training.run_config import RunConfig
 
@@ -64,6 +65,23 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Corpus]:
     folder = tmp_path_factory.mktemp("small")
     three = prepared(folder / "three", ["apple bread", "", "door"], "3 0\n")
     return {"three": three, "one": prepared(folder / "one", ["apple"])}
+
+
+def test_a_test_split_without_a_positive_is_not_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared(tmp_path, ["apple bread", "door"])
+    row = {"uid": "only", "text": "apple", "labels": [0]}
+    (tmp_path / "raw" / "test.jsonl").write_text(json.dumps(row))
+    (tmp_path / "raw" / "filter_labels_test.txt").write_text("0 0\n")
+    corpus = corpus_of(tmp_path / "raw", tmp_path / "tested", vocab_size=200)
+    run = train(corpus.path, tmp_path / "run", RunConfig.resolve("dexml", {}, SETTINGS))
+
+    assert finish(run, corpus) is None
+
+    assert "the test split is not measured: none of 1 queries has a positive left" in caplog.text
+    assert (run.path / "report.html").is_file()
+    assert not (run.path / "metrics.json").exists()
 
 
 @pytest.mark.parametrize("name", method_names())
