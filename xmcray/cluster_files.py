@@ -21,6 +21,16 @@ from xmcray.errors import ConfigError, one_line
 
 PLACEHOLDER = "CHANGE-ME"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# RAY_AUTH_MODE=token as a word of a shell, also in quotes.
+_TOKEN_MODE = re.compile(r"""\bRAY_AUTH_MODE=(["']?)token\1(?=[\s;&]|$)""")
+_N1_CUSTOM = r"custom-\d+-\d+"
+_GCP_FAMILY = r"[a-z]+\d+[a-z]*"
+_SETUP = (
+    "initialization_commands",
+    "setup_commands",
+    "head_setup_commands",
+    "worker_setup_commands",
+)
 _AWS_SIZE = r"(nano|micro|small|medium|large|\d*xlarge|metal(-\d+xl)?)"
 _CLUSTER_EXAMPLE = "compare with `xmcray files cluster/aws.yaml`"
 _MANIFEST_EXAMPLE = "compare with `xmcray files cluster/kuberay/raycluster.yaml`"
@@ -45,7 +55,9 @@ class _MachineType:
 
 _MACHINE_TYPES = {  # by the provider's type
     "aws": _MachineType(["InstanceType"], rf"[a-z]+[0-9]*[a-z0-9-]*\.{_AWS_SIZE}", "m7i.xlarge"),
-    "gcp": _MachineType(["machineType"], r"[a-z][0-9][a-z]?-[a-z]+(-[0-9a-z]+)*", "n2-standard-4"),
+    "gcp": _MachineType(
+        ["machineType"], rf"({_N1_CUSTOM}|{_GCP_FAMILY}(-[0-9a-z]+)+)", "n2-standard-4"
+    ),
     "azure": _MachineType(
         ["azure_arm_parameters", "vmSize"],
         r"(Standard|Basic)_[A-Z]+[0-9][A-Za-z0-9_-]*",
@@ -74,6 +86,10 @@ def check_cluster_file(path: str | Path) -> None:
     documents = settings_files.load_yaml_documents(str(path))
     manifests = [document for document in documents if "apiVersion" in document]
     if manifests:
+        if any(document and "apiVersion" not in document for document in documents):
+            raise ConfigError(
+                f"{path} has a document without apiVersion, expected one in each; {_MANIFEST_EXAMPLE}"
+            )
         for manifest in manifests:
             _check_manifest(path, manifest)
         return
@@ -103,6 +119,8 @@ def _check_manifest(path: str | Path, values: Mapping[str, Any]) -> None:
     spec = values.get("spec")
     if not isinstance(spec, Mapping):
         raise ConfigError(f"{path}: spec is {spec!r}, expected a section; {_MANIFEST_EXAMPLE}")
+    if spec.get("clusterSelector"):
+        return  # a job for a cluster that exists
     cluster = spec.get("rayClusterSpec") or spec.get("rayClusterConfig") or spec
     try:
         autoscaling_config_of(cluster)
@@ -214,17 +232,19 @@ def _check_start_commands(path: str | Path, values: Mapping[str, Any]) -> None:
                 f"{path}: {name} starts no Ray, and Ray's default is an open dashboard; {_CLUSTER_EXAMPLE}"
             )
         for command in starts:
-            if "RAY_AUTH_MODE=token" not in command:
+            # A comment, and what follows Ray's start, set nothing for it.
+            before_start = re.sub(r"#.*", "", command).partition("ray start")[0]
+            if not _TOKEN_MODE.search(before_start):
                 raise ConfigError(
                     f"{path}: {name} does not export RAY_AUTH_MODE=token; put it before `ray start`"
                 )
     # Only the head starts a dashboard.
     for command in values["head_start_ray_commands"]:
-        host = re.search(r"--dashboard-host[= ]+(\S+)", command)
-        if host and host[1] not in LOOPBACK:
-            raise ConfigError(
-                f"{path}: --dashboard-host is {host[1]}, expected 127.0.0.1; `ray dashboard` forwards it"
-            )
+        for host in re.findall(r"--dashboard-host[= ]+(\S+)", command):
+            if host.strip("\"'") not in LOOPBACK:
+                raise ConfigError(
+                    f"{path}: --dashboard-host is {host}, expected 127.0.0.1; `ray dashboard` forwards it"
+                )
     # The keys of file_mounts are paths on the nodes.
     mounts = values.get("file_mounts", {})
     if not any(str(remote).endswith(".ray/auth_token") for remote in mounts):
@@ -236,13 +256,14 @@ def _check_start_commands(path: str | Path, values: Mapping[str, Any]) -> None:
 def _check_version(path: str | Path, values: Mapping[str, Any]) -> None:
     from xmcray.ray_adapter.cluster import ray_version
 
-    for command in values.get("setup_commands", ()):
-        # With or without extras, as in ray[default]==2.40.0.
-        pinned = re.search(r"\bray(?:\[[^\]]*\])?==([0-9.]+[0-9])", command)
-        if pinned and pinned[1] != ray_version():
-            raise ConfigError(
-                f"{path}: setup_commands install Ray {pinned[1]}, here is {ray_version()}; expected the same"
-            )
+    for name in _SETUP:
+        for command in values.get(name) or ():
+            # With or without extras, as in ray[default]==2.40.0.
+            for version in re.findall(r"\bray(?:\[[^\]]*\])?==([0-9.]+[0-9])", command):
+                if version != ray_version():
+                    raise ConfigError(
+                        f"{path}: {name} install Ray {version}, here is {ray_version()}; expected the same"
+                    )
 
 
 def _reason(error: object) -> str:

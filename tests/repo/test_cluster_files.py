@@ -125,6 +125,22 @@ def gpu_nodes(values: dict[str, Any]) -> dict[str, Any]:
             replaced("worker_start_ray_commands", "RAY_AUTH_MODE=token", "A=b"),
             "worker_start_ray_commands does not",
         ),
+        (
+            replaced(
+                "head_start_ray_commands", "export RAY_AUTH_MODE=token;", "# RAY_AUTH_MODE=token\n"
+            ),
+            "head_start_ray_commands does not export",
+        ),
+        (
+            replaced("head_start_ray_commands", "RAY_AUTH_MODE=token", "RAY_AUTH_MODE=tokens"),
+            "head_start_ray_commands does not export",
+        ),
+        (
+            replaced(
+                "head_start_ray_commands", "=127.0.0.1", "=127.0.0.1 --dashboard-host=0.0.0.0"
+            ),
+            "--dashboard-host is 0.0.0.0",
+        ),
         (lambda v: v.pop("head_start_ray_commands"), "head_start_ray_commands starts no Ray"),
         (
             lambda v: v["file_mounts"].pop("~/.ray/auth_token"),
@@ -133,6 +149,10 @@ def gpu_nodes(values: dict[str, Any]) -> dict[str, Any]:
         (
             replaced("setup_commands", f"=={RAY}", "==2.9.0"),
             f"setup_commands install Ray 2.9.0, here is {RAY}",
+        ),
+        (
+            lambda v: v.update(worker_setup_commands=["pip install 'ray[default]==2.9.0'"]),
+            f"worker_setup_commands install Ray 2.9.0, here is {RAY}",
         ),
     ],
 )
@@ -147,6 +167,21 @@ def test_a_mistake_in_a_cluster_file_is_one_line(
         check_cluster_file(path)
     assert "\n" not in str(raised.value)
     assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replaced("head_start_ray_commands", "RAY_AUTH_MODE=token", 'RAY_AUTH_MODE="token"'),
+        replaced("head_start_ray_commands", "=127.0.0.1", "='127.0.0.1'"),
+    ],
+)
+def test_quotes_of_the_shell_are_no_mistake(change: Change, tmp_path: Path) -> None:
+    values = copy.deepcopy(cloud("aws"))
+    change(values)
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(values))
+    check_cluster_file(path)
 
 
 def test_a_missing_cluster_file_is_named(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ FOUNDATION = {
     "hub",
     "hub_licences",
     "draws",
+    "host_memory",
     "permutations",
     "logs",
     "credentials",

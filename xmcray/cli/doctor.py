@@ -33,11 +33,11 @@ def doctor_options(verb: argparse.ArgumentParser) -> None:
 
 def doctor(options: argparse.Namespace) -> None:
     """Prints the findings; the last line is an error if something must be mended."""
-    if options.gpus and not options.cluster:
+    if options.gpus and options.cluster is None:
         raise ConfigError("--gpus counts the GPUs of a cluster, expected --cluster URL with it")
     from xmcray.doctor.finding import Finding, worst
 
-    if options.cluster_file:
+    if options.cluster_file is not None:
         from xmcray.cluster_files import check_cluster_file
 
         check_cluster_file(options.cluster_file)
@@ -50,7 +50,10 @@ def doctor(options: argparse.Namespace) -> None:
         return
     from xmcray.doctor.look import of_cluster, of_machine
 
-    findings = of_cluster(options.cluster, options.gpus) if options.cluster else of_machine()
+    if options.cluster is None:
+        findings = of_machine()
+    else:
+        findings = of_cluster(options.cluster, options.gpus)
     if options.json:
         show_json([dataclasses.asdict(finding) for finding in findings])
     else:

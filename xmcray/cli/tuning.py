@@ -118,7 +118,7 @@ def tune(options: argparse.Namespace) -> None:
         raise ConfigError(
             "expected a METHOD to train, or --bundle BUNDLE to search; give one of them"
         )
-    if options.bundle:
+    if options.bundle is not None:
         _tune_bundle(options)
     else:
         _tune_training(options)

@@ -5,23 +5,22 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import psutil
-
 from xmcray.doctor import exposure, machine, sockets, software
 from xmcray.doctor.cluster import findings, look_at
 from xmcray.doctor.finding import Finding
+from xmcray.host_memory import host_memory
 
 
 def of_machine() -> list[Finding]:
     """Checks this machine."""
     environment = os.environ
     home = Path.home()
-    memory = psutil.virtual_memory()
+    memory = host_memory()
     return [
         *software.versions(),
         machine.devices(),
         *machine.cores(environment),
-        machine.memory(memory.total, memory.available),
+        machine.memory(memory.total, memory.free),
         machine.shared_memory(),
         *machine.disk(environment),
         machine.limits(),

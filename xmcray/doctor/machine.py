@@ -102,8 +102,10 @@ def disk(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _free_disk(check: str, folder: Path, full_share: float) -> Finding:
-    # Ray creates its folder when it starts. Before that, the root is checked.
-    usage = shutil.disk_usage(folder if folder.is_dir() else "/")
+    # Ray creates its folder when it starts. Before that, the one that it will be in is checked.
+    absolute = folder.absolute()
+    existing = next(parent for parent in (absolute, *absolute.parents) if parent.is_dir())
+    usage = shutil.disk_usage(existing)
     text = f"{usage.free / GIB:.1f} GiB are free at {folder}"
     if usage.free < (1 - full_share) * usage.total:
         text = f"{text}: Ray creates no objects on a disk 95 % full"

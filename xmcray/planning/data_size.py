@@ -20,8 +20,8 @@ DEFAULT_POSITIVES = 5.0  # labels of a query
 _MOST = {
     "--labels": 2**31 - 1,
     "--queries": 10**12,
-    "--tokens-per-text": 10**6,
-    "--positives": 10**6,
+    "--tokens-per-text": 10**4,
+    "--positives": 10**4,
 }
 
 
@@ -72,7 +72,9 @@ def from_numbers(
         ConfigError: a number below one, or beyond what a run could have.
     """
     tokens = DEFAULT_TOKENS if tokens_per_text is None else tokens_per_text
-    positives = DEFAULT_POSITIVES if positives_per_query is None else positives_per_query
+    positives = positives_per_query
+    if positives is None:
+        positives = min(DEFAULT_POSITIVES, num_labels)
     options = {
         "--labels": num_labels,
         "--queries": num_train,
@@ -84,6 +86,10 @@ def from_numbers(
             raise ConfigError(f"{name} is {value:g}, expected at least 1")
         if value > _MOST[name]:
             raise ConfigError(f"{name} is {value:g}, expected at most {_MOST[name]:g}")
+    if positives > num_labels:
+        raise ConfigError(
+            f"--positives is {positives:g}, expected at most the number of labels, {num_labels:g}"
+        )
     # Zipf-Mandelbrot with the usual constants of a language.
     share_V = 1.0 / (np.arange(_VOCAB) + 2.7)
     default = "" if tokens_per_text is not None else " (no --tokens-per-text was given)"

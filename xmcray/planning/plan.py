@@ -7,7 +7,7 @@ from itertools import islice
 
 from xmcray.errors import ResourceError
 from xmcray.planning.data_size import DataSize
-from xmcray.planning.estimate import BETWEEN_STEPS, SPARE, Plan, estimate
+from xmcray.planning.estimate import BETWEEN_STEPS, INDEX, SPARE, Plan, estimate
 from xmcray.planning.rates import Rates
 from xmcray.training.run_config import RunConfig
 
@@ -57,12 +57,15 @@ def plan(
             f"{needed}: {advice or 'lower encoder.dim and raise --workers together'}"
         )
     host_limit = int(SPARE * rates.host_bytes)
-    if rates.on_gpu and sum(planned.host_bytes.values()) > host_limit:
-        needed = _needed(
-            "besides its device a worker's process needs", planned.host_bytes, host_limit
-        )
+    host_parts = dict(planned.host_bytes)
+    if INDEX in planned.device_bytes:
+        # An index actor that searches on the worker's device is on its host, too.
+        host_parts["index actor"] = planned.index_bytes
+    if rates.on_gpu and sum(host_parts.values()) > host_limit:
+        needed = _needed("besides its device a worker's host needs", host_parts, host_limit)
         raise ResourceError(
-            f"{needed}: set data.augment_with_labels=false, or lower negatives.hard or encoder.dim"
+            f"{needed}: raise --workers, set data.augment_with_labels=false, or lower negatives.hard or"
+            " encoder.dim"
         )
     return planned
 
@@ -95,11 +98,14 @@ def _changes(
         without = RunConfig.resolve(config.method_name, config.to_dict(), ["data.validation=0"])
         if estimate(without, data, rates, planned.workers, memory_bytes).fits:
             yield "lower data.validation"
-    # Workers share the label rows. More workers on the same machine would have less memory each.
+    # Workers share the labels. More workers on the same machine would have less memory each.
+    shared_bytes = parts["label rows"] + parts.get(BETWEEN_STEPS, 0)
     workers = planned.workers
     while workers < _MOST_WORKERS and (memory_bytes is not None or rates.on_gpu):
         workers *= 2
-        if parts["label rows"] * (1 - planned.workers / workers) >= missing_bytes:
+        if shared_bytes * (1 - planned.workers / workers) < missing_bytes:
+            continue  # the part is too large, which needs no trace
+        if estimate(config, data, rates, workers, memory_bytes).fits:
             yield f"raise --workers to {workers}"
             break
     texts = config.optim.micro_batch or config.optim.batch_size

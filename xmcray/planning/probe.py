@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import multiprocessing, nn
 
 from xmcray.errors import ResourceError
+from xmcray.host_memory import host_memory
 from xmcray.negatives.refresh import best_allowed
 from xmcray.parallel import collectives
 from xmcray.planning.rates import Rates, load_rates
@@ -90,7 +91,7 @@ def probe(threads: int = 1) -> Rates:
 
 
 def _measure_machine() -> Rates:
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host_bytes = host_memory().total
     exchange_s, exchange_bytes_s = _collectives()
     product_flop_s = _product(torch.float32)
     return Rates(

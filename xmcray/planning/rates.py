@@ -152,6 +152,8 @@ def load_rates(path: Path) -> Rates:
 
 def _check(rates: Rates) -> None:
     """Raises ConfigError if a rate is not above 0, or a time below it."""
+    if len(rates.process_bytes) != 2:
+        raise ConfigError(f"process_bytes has {len(rates.process_bytes)} numbers, expected 2")
     for field in dataclasses.fields(rates):
         value = getattr(rates, field.name)
         numbers = value if isinstance(value, tuple) else (value,)

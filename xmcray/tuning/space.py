@@ -83,7 +83,7 @@ class NumberRange:
         value = self.low + self.step * number
         if self.whole:
             return round(value)
-        return round(value, 12)  # 0.7, not 0.7000000000000001
+        return float(f"{value:.12g}")  # 0.7, not 0.7000000000000001
 
     def nearest(self, value: Value) -> Value:
         """The value of the range that is nearest to a number.

@@ -254,3 +254,23 @@ def test_a_cluster_file_that_is_fine_is_json_too(tmp_path: Path, shell: Shell) -
     file.write_text(template.read_text().replace("CHANGE-ME", "ours"))
     (finding,) = json.loads(shell.run(f"doctor --cluster-file {file} --json"))
     assert (finding["level"], finding["found"]) == ("ok", f"{file} is fine")
+
+
+@pytest.mark.parametrize("option", ["--cluster", "--cluster-file"])
+def test_an_empty_address_or_file_is_not_this_machine(option: str, shell: Shell) -> None:
+    """Such as that of a variable that is not set."""
+    assert "expected" in shell.error(f"doctor {option} ''")
+
+
+def test_a_disk_is_that_of_the_folder_above_one_that_is_not_there_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def usage(folder: Path) -> SimpleNamespace:
+        asked.append(folder)
+        return SimpleNamespace(total=100 * machine.GIB, free=50 * machine.GIB)
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    list(machine.disk({"RAY_TMPDIR": str(tmp_path / "none" / "x")}))
+    assert asked[1] == tmp_path

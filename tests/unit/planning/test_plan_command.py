@@ -151,6 +151,10 @@ def test_a_plan_has_the_threads_of_the_placement(
         (f"astra {SIZE} --memory-gb 1", "a worker needs"),
         (f"astra {SIZE} --workers -1", "workers is -1, expected at least 0"),
         (f"astra {SIZE} --labels many", "not a number"),
+        (
+            f"astra {SIZE} --labels 9 --positives 10",
+            "--positives is 10, expected at most the number",
+        ),
         (f"astra {SIZE} --labels 0", "--labels is 0, expected at least 1"),
         (f"astra {SIZE} --labels 1.5", "'1.5' is not an integer"),
         (f"astra {SIZE} --labels inf", "'inf' is not an integer"),

@@ -124,6 +124,19 @@ def test_what_cannot_fit_is_refused_with_settings_that_would() -> None:
     made("astra", "encoder.dim=64", labels=1e8, workers=1)
 
 
+def test_more_workers_are_advised_where_they_share_what_validation_needs() -> None:
+    with pytest.raises(ResourceError, match=r"validations and versions.*raise --workers to 8"):
+        made("rae", "negatives.hard=20", labels=2e8, workers=4)
+    made("rae", "negatives.hard=20", labels=2e8, workers=8)
+
+
+def test_the_index_actor_of_a_device_is_on_its_host_too() -> None:
+    settings = ("encoder.dim=128", "negatives.hard=20")
+    with pytest.raises(ResourceError, match=r"host needs 132.1 GB, .*: raise --workers, set"):
+        made("astra", *settings, labels=2e8, workers=5)
+    made("astra", *settings, labels=2e8, workers=6)
+
+
 def test_a_smaller_limit_is_obeyed() -> None:
     settings = (*ON_HOST, "optim.batch_size=32")
     fits = made(*settings, labels=1e5, workers=1).worker_bytes
