@@ -157,7 +157,7 @@ def _checked(
 
     space = parse_space(definition.searched, space_name)
     check_space(space, definition.resolve, space_name)
-    first_values = _first_values(definition.method, first, space, definition.settings)
+    first_values = _first_values(definition, first, space)
     for values in first_values:
         definition.resolve(values)
     definition = dataclasses.replace(definition, first=first_values)
@@ -254,10 +254,7 @@ def _left_out(out: Location, space: Space, space_name: str) -> Mapping[str, Any]
 
 
 def _first_values(
-    method: str,
-    sources: Sequence[Location],
-    space: Space,
-    settings: Mapping[str, Any],
+    definition: SweepConfig, sources: Sequence[Location], space: Space
 ) -> tuple[Values, ...]:
     """The values of the first trials, from configurations over the sweep's settings; equal ones once."""
     from xmcray.training.run_config import RunConfig
@@ -266,9 +263,9 @@ def _first_values(
     first: list[Values] = []
     for source in sources:
         name = os.fspath(source)
-        values = configs.overlay(settings, merged(name))
-        whole = RunConfig.resolve(method, values)
-        nearest = nearest_values(space, whole.to_dict(), name)
+        values = configs.overlay(definition.settings, merged(name))
+        whole = RunConfig.resolve(definition.method, values)
+        nearest = nearest_values(space, whole.to_dict(), name, definition.left_out)
         if nearest not in first:
             first.append(nearest)
     return tuple(first)

@@ -234,13 +234,19 @@ def problem_with(values: Values, check: Check) -> ConfigError | None:
     return None
 
 
-def nearest_values(space: Space, settings: Mapping[str, Any], where: str) -> Values:
+def nearest_values(
+    space: Space,
+    settings: Mapping[str, Any],
+    where: str,
+    left_out: Mapping[str, Sequence[Value]] | None = None,
+) -> Values:
     """The values of a space that are nearest to a configuration.
 
     Args:
         space: the searched settings.
         settings: a complete configuration as plain values, in sections.
         where: name of the configuration, for error messages.
+        left_out: choices of the space that cannot be had on this machine, by dotted name.
 
     Raises:
         ConfigError: a value that is not among the choices of the space.
@@ -255,6 +261,8 @@ def nearest_values(space: Space, settings: Mapping[str, Any], where: str) -> Val
             values[name] = distribution.nearest(value)
         except ConfigError as error:
             remedy = "add it to the space, or name another configuration"
+            if left_out and value in left_out.get(name, ()):
+                remedy = "it cannot be had here: fetch it first, or name another configuration"
             raise ConfigError(f"{where}: {name} is {error}; {remedy}") from None
     return values
 

@@ -189,6 +189,8 @@ def test_a_configuration_moves_to_the_nearest_values_of_a_space() -> None:
     space = parse_space({"method.loss": {"choice": ["softmax"]}}, "f")
     with pytest.raises(ConfigError, match="loss is 'bce', expected one of 'softmax'; add it"):
         nearest_values(space, {"method": {"loss": "bce"}}, "f")
+    with pytest.raises(ConfigError, match="expected one of 'softmax'; it cannot be had here"):
+        nearest_values(space, {"method": {"loss": "bce"}}, "f", {"method.loss": ["bce"]})
 
 
 @pytest.mark.parametrize("value", [None, "auto", [1], True])
