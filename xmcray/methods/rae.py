@@ -2,6 +2,7 @@
 
     paper                    here                          meaning
     tau                      config.temperature            softmax temperature
+    P-hat, 1 positive        config.num_positives          positives of a query in a step
     Eq. 10                   rae_loss                      labels and in-batch queries as negatives
     m of the top k           hard_per_query, negatives.hard
     Eq. 8, lam, b            section `memory`              how the memory of training queries answers
@@ -44,6 +45,7 @@ class RaeConfig:
     """Section `method` of RAE-XMC.
 
     Attributes:
+        num_positives: of a query, drawn uniformly in every step (RAE-XMC: 1); 0 for all.
         hard_per_query: m, drawn from the `negatives.hard` labels of a query's shortlist.
         query_negatives: in-batch queries without a common positive are negatives too (Eq. 10).
         temperature: tau of the loss; scores are divided by it.
@@ -55,6 +57,7 @@ class RaeConfig:
     # Former place of a setting: `method.memory` is the section `memory` of the run.
     MOVED: ClassVar = {"memory": "memory"}
 
+    num_positives: int = 1
     hard_per_query: int = 2
     query_negatives: bool = True
     temperature: float = 0.04
@@ -64,6 +67,7 @@ class RaeConfig:
         check_ranges(
             self,
             "method",
+            num_positives=0,
             hard_per_query=1,
             temperature=1e-4,
         )
@@ -110,11 +114,13 @@ class Rae(DualEncoder):
     @functools.cached_property
     def in_batch(self) -> BatchProbability:
         """For `log_q`; read by the first batch, because an export needs none."""
-        return BatchProbability.of(self.context.data, num_positives=1)
+        return BatchProbability.of(self.context.data, self.config.num_positives)
 
     def prepare(self, batch: Batch, shortlist: Shortlist | None) -> RaeInputs:
-        """Draws one positive per query, and collects columns and pairs."""
-        drawn = self.context.draw_positives(batch, 1)
+        """Draws positives, and collects columns and pairs."""
+        drawn = batch.positives
+        if self.config.num_positives:
+            drawn = self.context.draw_positives(batch, self.config.num_positives)
         hard = self.context.draw_hard_negatives(batch, shortlist, self.config.hard_per_query)
         pool = LabelPool.of(self.context.partition, drawn, hard)
         pairs = rae_pairs(batch, drawn, pool, self.config.query_negatives)
@@ -122,7 +128,7 @@ class Rae(DualEncoder):
         return RaeInputs(pool, label_tokens, pairs, self._log_q(batch, pool))
 
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
-        """One drawn positive per query against labels and queries of the global batch (Eq. 10)."""
+        """Drawn positives against labels and queries of the global batch (Eq. 10)."""
         inputs: RaeInputs = self.inputs(batch, shortlist)
         query_BD, label_UD = self.encode(batch, inputs.pool.own, inputs.label_tokens)
         total = rae_loss(

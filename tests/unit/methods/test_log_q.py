@@ -114,17 +114,18 @@ def test_dexml_divides_negatives_by_their_probability(corpus: Corpus, num_positi
     assert float(total) == pytest.approx(expected, rel=1e-8)
 
 
-@pytest.mark.parametrize("query_negatives", [True, False])
+@pytest.mark.parametrize(("num_positives", "query_negatives"), [(1, True), (1, False), (0, True)])
 def test_rae_divides_labels_and_queries_by_their_probability(
-    corpus: Corpus, query_negatives: bool
+    corpus: Corpus, num_positives: int, query_negatives: bool
 ) -> None:
+    drawn = f"method.num_positives={num_positives}"
     switch = f"method.query_negatives={query_negatives}".lower()
-    setup = made(corpus, "rae", "negatives.hard=0", switch)
+    setup = made(corpus, "rae", "negatives.hard=0", drawn, switch)
 
     with torch.no_grad():
         total = setup.method.loss(setup.sampler.batch(0, 0, 1), None).total
 
-    expected = expected_loss(setup, num_positives=1, with_queries=query_negatives)
+    expected = expected_loss(setup, num_positives, with_queries=query_negatives)
     assert float(total) == pytest.approx(expected, rel=1e-8)
 
 

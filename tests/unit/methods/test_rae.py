@@ -26,7 +26,7 @@ from xmcray.training.loop import Setup, build
 from xmcray.training.memory import open_encoder
 from xmcray.training.run import Run
 from xmcray.training.run_config import RunConfig
-from xmcray.types import Batch, Int64Array, Ragged, Shortlist
+from xmcray.types import Batch, Ragged, Shortlist
 
 SETTINGS = [
     "encoder.dim=16",
@@ -52,14 +52,14 @@ def built(corpus: Corpus, *settings: str) -> Setup:
 
 
 def loss_by_loops(
-    setup: Setup, batch: Batch, drawn: Int64Array, pool: set[int], query_negatives: bool
+    setup: Setup, batch: Batch, drawn: Ragged, pool: set[int], query_negatives: bool
 ) -> float:
     """Eq. 10 as it is written, over vectors of length 1.
 
     Args:
         setup: before the step.
         batch: the queries.
-        drawn: the positive of each query.
+        drawn: positives of each query.
         pool: labels of the columns.
         query_negatives: whether queries compete too.
     """
@@ -77,10 +77,11 @@ def loss_by_loops(
             # Queries that share no positive with this one.
             is_rival = [positives_of[i].isdisjoint(positives) for positives in positives_of]
             rivals += list(query_BD[is_rival])
-        score = query_D @ label_LD[drawn[i]]
         rival_scores = np.array([query_D @ rival_D for rival_D in rivals])
-        odds = np.exp((rival_scores - score) / method.config.temperature).sum()
-        total += np.log(1 + odds)
+        for positive in drawn[i]:
+            score = query_D @ label_LD[positive]
+            odds = np.exp((rival_scores - score) / method.config.temperature).sum()
+            total += np.log(1 + odds)
     return total
 
 
@@ -118,9 +119,22 @@ def test_the_loss_of_a_batch_equals_loops(
     assert drawn.lengths.tolist() == [1] * 32
     assert negatives.lengths.tolist() == [2] * 32
     pool = {*drawn.values.tolist(), *negatives.values.tolist()}
-    expected = loss_by_loops(setup, batch, drawn.values, pool, query_negatives)
+    expected = loss_by_loops(setup, batch, drawn, pool, query_negatives)
     assert output.total.item() == pytest.approx(expected, rel=1e-5)
     assert output.divisor == 32
+
+
+def test_all_positives_of_a_query_can_be_learned_at_once(corpus: Corpus) -> None:
+    setup = built(corpus, "method.num_positives=0", "negatives.hard=0")
+    setup.stepper.encoder.eval()
+    batch = setup.sampler.batch(0, 0, 1)
+    assert batch.positives.lengths.max() > 1, "no query has two positives"
+
+    output = setup.method.loss(batch, None)
+
+    pool = set(batch.positives.values.tolist())
+    expected = loss_by_loops(setup, batch, batch.positives, pool, query_negatives=True)
+    assert output.total.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_batch_of_one_has_nothing_to_compete_with(corpus: Corpus) -> None:
