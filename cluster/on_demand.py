@@ -25,6 +25,9 @@ def main() -> None:
         "--index", type=int, default=0, help="index actors: as many as the run has workers"
     )
     options = parser.parse_args()
+    for name, count in vars(options).items():
+        if count < 0:
+            parser.error(f"--{name} is {count}, expected at least 0")
     bundles = [{"GPU": 1}] * options.gpus + [{"index": 1}] * options.index
     ray.init(log_to_driver=False)
     request_resources(bundles=bundles, bundle_label_selectors=[ON_DEMAND] * len(bundles))

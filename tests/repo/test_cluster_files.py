@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -241,6 +243,13 @@ def test_spot_first_then_on_demand(name: str) -> None:
         "as cluster/on_demand.py asks"
     )
     assert launched(name, INDEX_ACTOR, 4) == {"index-spot": 1}
+
+
+def test_a_request_of_fewer_than_no_nodes_is_refused() -> None:
+    words = [sys.executable, CLUSTER / "on_demand.py", "--gpus", "-1"]
+    asked = subprocess.run(words, capture_output=True, text=True)
+    assert asked.returncode == 2
+    assert asked.stderr.endswith("error: --gpus is -1, expected at least 0\n")
 
 
 def test_each_documented_build_of_the_cpu_image_names_an_index_of_its_wheels() -> None:

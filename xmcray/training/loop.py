@@ -226,12 +226,8 @@ class Loop:
         return result
 
     def _train(self) -> dict[str, Any]:
-        held_out = self.setup.data.validation_rows
-        if self.config.data.validation and not len(held_out) and collectives.rank() == 0:
-            logger.warning(
-                "data.validation=%g holds out no query, so nothing is measured during the training",
-                self.config.data.validation,
-            )
+        if collectives.rank() == 0:
+            self._warn_of_settings()
         first_step = self._restore()
         # Set-up and restore have a longer one.
         collectives.set_time_limit(self.config.exchange_limit_s)
@@ -261,6 +257,25 @@ class Loop:
                 self.on_step(steps_done)
         self._finish_checkpoint()
         return self._finish(self.last_step - first_step)
+
+    def _warn_of_settings(self) -> None:
+        """Says which settings do not fit the number of queries."""
+        held_out = self.setup.data.validation_rows
+        if self.config.data.validation and not len(held_out):
+            logger.warning(
+                "data.validation=%g holds out no query, so nothing is measured during the training",
+                self.config.data.validation,
+            )
+        warmup_steps = self.config.optim.warmup_steps
+        total_steps = self.setup.stepper.total_steps
+        if warmup_steps > total_steps:
+            logger.warning(
+                "optim.warmup_steps is %d, but the run has %d steps, so the learning rate rises to %.0f %% of its peak;"
+                " lower it",
+                warmup_steps,
+                total_steps,
+                100 * total_steps / warmup_steps,
+            )
 
     def _step(self, step: int, window: _Window) -> None:
         shortlist = self.feed.before_step(step)

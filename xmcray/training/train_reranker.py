@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from xmcray import draws
 from xmcray.config import check_range
 from xmcray.data.corpus import Corpus, Split
+from xmcray.errors import DataError
 from xmcray.evaluation.metrics import precisions, relevant
 from xmcray.nn.cross_encoder import CrossEncoder, Pair
 from xmcray.retrieval.bundle import KIND as BUNDLE
@@ -102,7 +103,7 @@ def train_reranker(
     Raises:
         ConfigError: the bundle's run held nothing out, or a setting is out of range.
         BundleError: the model cannot be read.
-        DataError: bundle and corpus do not belong together.
+        DataError: bundle and corpus do not belong together, or no training query has a negative.
         StorageError: `out` exists, or the disk is full.
     """
     refuse_existing(out)
@@ -116,7 +117,12 @@ def train_reranker(
     settings = RerankConfig(candidates=config.candidates, max_len=encoder.max_len)
     rows = np.setdiff1d(remembered_rows(corpus), held_out)
     rows = draws.generator(config.seed, "reranker", 0).permutation(rows)[: config.queries]
-    _train(encoder, retriever, corpus, rows, config, progress)
+    num_trained = _train(encoder, retriever, corpus, rows, config, progress)
+    if not num_trained:
+        raise DataError(
+            f"all of the first {config.candidates} answers of {len(rows)} training queries are positives, expected"
+            " some that are not; raise the number of candidates"
+        )
     reranker = Reranker(encoder, settings)
     # Queries that are held out must not vote for themselves.
     judge = without_voters(retriever, corpus, held_out)
@@ -160,7 +166,8 @@ def _train(
     rows: Int64Array,
     config: RerankTraining,
     progress: Callable[[int], None] | None,
-) -> None:
+) -> int:
+    """Trains in place; returns how many lists were learned."""
     model = encoder.model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=0.01)
     steps_per_epoch = math.ceil(len(rows) / config.batch_size)
@@ -184,6 +191,7 @@ def _train(
         if progress is not None:
             progress(num_done)
     model.eval()
+    return num_done
 
 
 def _batches(

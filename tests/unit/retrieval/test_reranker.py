@@ -29,6 +29,7 @@ from xmcray.serving.service import Service
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import EncodedTexts, Snapshot, SnapshotReference
 from xmcray.serving.source import SnapshotSource
+from xmcray.training import train_reranker
 from xmcray.training.outcome import measure_bundle
 from xmcray.training.train_reranker import one_cycle
 from xmcray.types import Float32Array, TopLabels
@@ -61,6 +62,26 @@ def reranker(corpus: Corpus, run: Path, tmp_path_factory: pytest.TempPathFactory
     paths = f"--data {corpus.path} --model {model} --out {folder}/r"
     assert run_command(f"train-reranker {run} {paths} {small}") == 0
     return folder / "r"
+
+
+def test_a_reranker_without_a_negative_to_learn_from_is_refused(
+    corpus: Corpus,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # As if all answers of each query were its positives.
+    monkeypatch.setattr(train_reranker, "_lists", lambda *_: [])
+    model = write_bert(tmp_path / "model", ["w1x0"])
+    paths = f"--data {corpus.path} --model {model} --out {tmp_path}/r"
+    assert run_command(f"train-reranker {run} {paths} --candidates 2") == 2
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("error: all of the first 2 answers of 184 training queries are positives")
+    )
+    assert not (tmp_path / "r").exists()
 
 
 def uids_of(answers: Iterable[Any]) -> list[str]:

@@ -242,6 +242,24 @@ def test_a_loss_that_is_no_number_is_said_once(
     assert messages[0].startswith("the loss of the steps up to 1 is nan, so weights may be")
 
 
+def test_a_warm_up_that_is_longer_than_the_run_is_said(
+    corpora: dict[str, Corpus], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def messages(warmup_steps: int) -> list[str]:
+        caplog.clear()
+        settings = [*SETTINGS, "optim.batch_size=20", f"optim.warmup_steps={warmup_steps}"]
+        config = RunConfig.resolve("astra", {}, settings)
+        train(corpora["one"].path, tmp_path / str(warmup_steps), config)
+        return [message for message in caplog.messages if "warmup_steps" in message]
+
+    # Three epochs of one batch.
+    assert messages(3) == []
+    assert messages(12) == [
+        "optim.warmup_steps is 12, but the run has 3 steps, so the learning rate rises to 25 % of"
+        " its peak; lower it"
+    ]
+
+
 def test_what_is_clipped_is_said() -> None:
     def lines(method: str, *settings: str) -> list[str]:
         return list(clipped(RunConfig.resolve(method, {}, list(settings)), 100, 20))
