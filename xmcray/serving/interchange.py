@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.schema import MAX_TEXTS, Name, Text
@@ -31,6 +31,14 @@ class Foreign(BaseModel):
     """A request of another service's clients, which send further fields of their own."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        """Clients send null for what was not set, so such a field has its default."""
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class EmbeddingsRequest(Foreign):

@@ -85,6 +85,24 @@ async def test_answers_name_the_version_as_those_of_a_search_do(tmp_path: Path) 
             assert all(answer.headers[name] == searched.headers[name] for name in names)
 
 
+async def test_a_field_that_is_null_has_its_default(tmp_path: Path) -> None:
+    bundle = write_bundle_of(tmp_path / "texts", "texts")
+    embeddings: dict[str, Any] = {"input": TEXTS[0]}
+    rerank: dict[str, Any] = {"query": TEXTS[0], "texts": DOCUMENTS}
+    nulls = {
+        EMBEDDINGS: ("model", "encoding_format", "dimensions", "user"),
+        RERANK: ("model", "documents", "top_n", "return_documents", "return_text"),
+    }
+    async with served(tmp_path, {"m": bundle}) as one:
+        for path, body in ((EMBEDDINGS, embeddings), (RERANK, rerank)):
+            plain = await one.ask(path, body)
+            with_nulls = await one.ask(path, {**body, **dict.fromkeys(nulls[path])})
+            assert with_nulls.status_code == plain.status_code == 200
+            assert with_nulls.json() == plain.json()
+        refused = await one.ask(EMBEDDINGS, {"input": None})
+        assert refused.status_code == 422
+
+
 async def test_what_cannot_be_ranked_is_refused(tmp_path: Path) -> None:
     bundle = write_bundle_of(tmp_path / "texts", "texts")
 
