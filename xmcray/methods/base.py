@@ -125,10 +125,12 @@ class MethodContext:
         return keep_BD.to(self.dtype) / (1 - rate)
 
     def draw_positives(self, batch: Batch, count: int) -> Ragged:
-        """At most `count` positives of each of the G queries, drawn uniformly.
+        """At most `count` positives of each of the G queries, drawn uniformly; 0 takes all.
 
         The draw of a smaller count is contained in the draw of a larger one.
         """
+        if not count:
+            return batch.positives
         generator = draws.generator(self.seed, "positives", batch.step)
         return draw_from_rows(batch.positives, count, generator)
 

@@ -180,9 +180,7 @@ class Dexml(DualEncoder):
 
     def prepare(self, batch: Batch, shortlist: Shortlist | None) -> DexmlInputs:
         """Draws positives, and collects columns and pairs, as far as they do not have to be mined."""
-        positives = batch.positives
-        if self.config.num_positives:
-            positives = self.context.draw_positives(batch, self.config.num_positives)
+        positives = self.context.draw_positives(batch, self.config.num_positives)
         pool = self._pool(batch, positives, shortlist)
         scored = None if self.cache is not None else self._scored(batch, positives, pool)
         keep_BD = self._keep_mask("queries", batch.step, batch.start, batch.stop)

@@ -118,9 +118,7 @@ class Rae(DualEncoder):
 
     def prepare(self, batch: Batch, shortlist: Shortlist | None) -> RaeInputs:
         """Draws positives, and collects columns and pairs."""
-        drawn = batch.positives
-        if self.config.num_positives:
-            drawn = self.context.draw_positives(batch, self.config.num_positives)
+        drawn = self.context.draw_positives(batch, self.config.num_positives)
         hard = self.context.draw_hard_negatives(batch, shortlist, self.config.hard_per_query)
         pool = LabelPool.of(self.context.partition, drawn, hard)
         pairs = rae_pairs(batch, drawn, pool, self.config.query_negatives)

@@ -73,9 +73,9 @@ def expected_loss(setup: Setup, num_positives: int, with_queries: bool) -> float
     method = setup.method
     assert isinstance(method, (Dexml, Rae))
     batch = setup.sampler.batch(0, 0, 1)
-    drawn = batch.positives
-    if num_positives:
-        drawn = method.context.draw_positives(batch, num_positives)
+    drawn = (
+        method.context.draw_positives(batch, num_positives) if num_positives else batch.positives
+    )
     pool = np.unique(drawn.values)
     with torch.no_grad():
         query_GD, label_CD = method.encode(batch, pool)
