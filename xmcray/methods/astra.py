@@ -139,9 +139,8 @@ class Astra(OneVsAll):
         )
         # Unlike the dual encoders, ASTRA scores its whole shortlist and draws nothing from it.
         hard = Ragged.empty(len(batch.query_ids))
-        width = negatives.hard_at(batch.epoch)
-        if shortlist is not None and width:
-            hard = shortlist.take(batch.query_ids, width)
+        if shortlist is not None:
+            hard = shortlist.take(batch.query_ids, negatives.hard_at(batch.epoch))
         pool = draws.uniform_labels(
             context.seed,
             batch.step,

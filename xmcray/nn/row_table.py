@@ -413,11 +413,10 @@ class _DecaySums:
         """float64 [U, 3] for a checkpoint: the sum up to each row's last step, and, the same for
         all rows, the newest sum and the first step.
         """
-        columns = torch.empty(len(last_step_U), 3, dtype=torch.float64, device=self._device)
-        columns[:, 0] = self._sums[last_step_U.long() - self.first_step]
-        columns[:, 1] = self._sum
-        columns[:, 2] = self.first_step
-        return columns
+        at_last_step_U = self._sums[last_step_U.long() - self.first_step]
+        newest_U = torch.full_like(at_last_step_U, self._sum)
+        first_step_U = torch.full_like(at_last_step_U, self.first_step)
+        return torch.stack([at_last_step_U, newest_U, first_step_U], dim=1)
 
     def restore(self, columns_U3: Tensor, last_step_U: Tensor, num_steps: int) -> None:
         """Restores what `of_rows` gave, for these rows and all that were restored before.

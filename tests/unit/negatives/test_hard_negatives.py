@@ -138,3 +138,50 @@ def test_a_version_has_the_best_labels_that_are_allowed(
     others = np.setdiff1d(all_ids, ids)
     assert (shortlist.labels[others] == -1).all()
     assert shortlist.index_recall == 1.0, "an exact index finds all exact neighbours"
+
+
+def test_the_recall_counts_no_more_labels_than_there_are(
+    data: TrainingData,
+    tmp_path: Path,
+) -> None:
+    """An exact index finds all labels, also if more hard negatives are asked for."""
+    folder = written_version(data, tmp_path)
+    config = NegativesConfig(
+        hard=data.num_labels + 3,
+        start_epoch=2,
+        index="Flat",
+        recall_queries=10,
+    )
+
+    run_version(folder, data, RefreshSpec(1, config, 0))
+
+    assert folder.shortlist().index_recall == 1.0
+
+
+def test_a_version_may_have_clusters_alone(data: TrainingData, tmp_path: Path) -> None:
+    folder = written_version(data, tmp_path)
+    config = NegativesConfig(
+        hard=0,
+        cluster_size=4,
+        start_epoch=2,
+    )
+
+    run_version(folder, data, RefreshSpec(1, config, 0))
+
+    assert folder.complete
+    assert folder.has_clusters
+
+
+def written_version(data: TrainingData, path: Path) -> VersionFolder:
+    """A version whose vectors of queries and labels are random."""
+    ids = data.query_ids[:]
+    rng = np.random.default_rng(0)
+    folder = Ledger(path).version(0)
+    write_version(
+        folder,
+        ids,
+        rng.random((len(ids), 8)).astype(np.float32),
+        rng.random((data.num_labels, 8)).astype(np.float32),
+        np.zeros(len(ids), np.int64),
+    )
+    return folder

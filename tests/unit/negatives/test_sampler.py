@@ -5,7 +5,10 @@ The candidates of a small batch are those found by hand.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
+import torch
 
 from xmcray import draws
 from xmcray.negatives.sampler import capped_positives, draw_from_rows, gather_candidates
@@ -168,3 +171,30 @@ def test_candidates_of_two_queries_on_two_ranks() -> None:
         (1, 1),
         (1, 7),
     ]
+
+
+def test_candidates_move_to_a_device_as_they_are() -> None:
+    batch = batch_of(
+        positives=[[1, 5], [6]],
+        excluded=[[], [4]],
+    )
+    candidates = gather_candidates(
+        batch,
+        Ragged.from_rows([[7], [2, 5]]),
+        np.array([1, 4, 5, 6, 7]),
+        batch.positives,
+        None,
+        LabelPartition(8, 1, 0),
+    )
+
+    # This device keeps shapes and types without values, and every machine has it.
+    moved = candidates.to(torch.device("meta"))
+
+    for field in dataclasses.fields(candidates):
+        before = getattr(candidates, field.name)
+        after = getattr(moved, field.name)
+        if before is None:
+            assert after is None
+            continue
+        assert after.device.type == "meta"
+        assert (after.shape, after.dtype) == (before.shape, before.dtype)
