@@ -294,6 +294,21 @@ def test_labels_without_any_text_are_refused(tmp_path: Path) -> None:
         made(bare)
 
 
+def test_rows_start_as_the_vectors_of_their_texts(corpus: Corpus) -> None:
+    setup = made(corpus, "method.init=texts", "method.init_std=0.3", "method.head_dim=9")
+    method = unidec_of(setup)
+
+    rows = method.tables["classifier"].weight_SD
+
+    with torch.no_grad():
+        texts = method.heads.classifier(method.context.label_vectors())
+    cosines = F.cosine_similarity(rows.double(), texts.double())
+    torch.testing.assert_close(cosines, torch.ones_like(cosines))
+    # The coordinates of a row have this deviation around 0.
+    deviations = rows.double().square().mean(dim=1).sqrt()
+    torch.testing.assert_close(deviations, torch.full_like(deviations, 0.3))
+
+
 def test_a_run_answers_with_both_parts(corpus: Corpus, tmp_path: Path) -> None:
     settings = [
         "encoder.dim=16",
