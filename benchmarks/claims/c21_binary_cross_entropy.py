@@ -9,7 +9,7 @@ from variants import Chosen, Training, present
 
 TEMPERATURES = {
     "decoupled": (0.05, 0.1, 0.2, 0.5, 1.0),
-    "bce": (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
+    "bce": (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
 }
 
 
