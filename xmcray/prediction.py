@@ -22,7 +22,16 @@ import pyarrow as pa
 
 from xmcray import config as configs
 from xmcray.config import check_range
-from xmcray.data.stream import READ_CPUS, mapped, progress_bar, results, share, stream_of, watched
+from xmcray.data.stream import (
+    READ_CPUS,
+    mapped,
+    progress_bar,
+    results,
+    share,
+    stream_of,
+    wait_for_first_node,
+    watched,
+)
 from xmcray.errors import ConfigError, StorageError
 from xmcray.evaluation.predictions import write_predictions
 from xmcray.ray_adapter.cluster import free_cpus
@@ -252,6 +261,7 @@ def _answer_all(
     done = frozenset(work.done)
     end = QueriesEnd(chunks=0, rows=0)
     with ray_session(), progress_bar(progress) as bar, watched(stall_s) as beat:
+        wait_for_first_node()
         free = max(1, int(free_cpus()))
         tasks, cpus = share(workers or min(free, WORKERS))
         threads = max(1, free // tasks)

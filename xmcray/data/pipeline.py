@@ -40,6 +40,7 @@ from xmcray.data.stream import (
     results,
     share,
     stream_of,
+    wait_for_first_node,
     watched,
 )
 from xmcray.data.text_keys import NO_KEYS, Keys
@@ -115,6 +116,7 @@ def prepare(
             config.label_prompt,
         )
     with ray_session(), new_artifact(out, KIND, about) as folder, progress_bar(progress) as bar:
+        wait_for_first_node()
         pipeline = _Pipeline(source, config, share(parallelism), stall_s, bar)
         writer = CorpusWriter(folder, source, config, name, licence)
         if len(removed_ids):
@@ -167,6 +169,7 @@ def append(
     about["on_leak"] = config.on_leak
     linked: dict[str, FileEntry] = {}
     with ray_session(), new_artifact(out, KIND, about, linked) as folder:
+        wait_for_first_node()
         changed = files_to_write(manifest.files, source, config)
         linked.update(link_files(corpus.path, manifest, folder, changed))
         writer = continued_writer(folder, corpus, source, config)

@@ -26,6 +26,9 @@ from xmcray.ray_adapter import cluster, private
 READ_CPUS = 0.1  # a reading task mostly waits for the tasks that process its rows
 RAY_DATA_ACTORS = ("AutoscalingCoordinator", "datasets_stats_actor")  # Ray Data's own hold no CPU
 QUEUE_BYTES = 128 << 20  # data between the tasks; the reader pauses beyond it
+_WAIT_FOR_NODE_S = 3600  # a machine in the cloud may take long to start
+
+logger = logging.getLogger(__name__)
 
 
 def stream_of(items: Iterable[Any]) -> Any:
@@ -93,6 +96,22 @@ def share(parallelism: int | None) -> tuple[int, float]:
     num_tasks = parallelism or max(1, math.ceil(1.25 * free_cpus))
     cpus = min(0.5, 0.5 * free_cpus / num_tasks)
     return num_tasks, round(max(cpus, 0.01), 4)
+
+
+def wait_for_first_node() -> None:
+    """Waits until the cluster has a CPU, if its autoscaler has to start the first node that has one.
+
+    Raises:
+        ResourceError: there is none after an hour.
+    """
+    if ray.cluster_resources().get("CPU") or not cluster.is_autoscaled():
+        return
+    logger.info("the cluster has no CPU yet; waiting for a node")
+    if not cluster.started_cpu(_WAIT_FOR_NODE_S):
+        raise ResourceError(
+            f"the cluster has had no CPU for {_WAIT_FOR_NODE_S} s; expected its autoscaler to start a node that has"
+            " some; look at `ray status`"
+        )
 
 
 @contextlib.contextmanager

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
 
 from xmcray.ray_adapter.private import HEAD_RESOURCE
+
+# `ray up` leaves the configuration of the cluster under this name in the home folder of the head.
+_BOOTSTRAP = "ray_bootstrap_config.yaml"
+# KubeRay sets this variable in its pods.
+_IN_KUBERAY = "RAY_USAGE_STATS_KUBERAY_IN_USE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,29 @@ def alive_nodes() -> list[Node]:
             node = Node(entry["NodeID"], entry["NodeManagerAddress"], entry["Resources"])
             nodes.append(node)
     return nodes
+
+
+def autoscaler_file() -> Path | None:
+    """The configuration that the autoscaler of this head follows; None if there is none here."""
+    path = Path.home() / _BOOTSTRAP
+    return path if path.is_file() else None
+
+
+def is_autoscaled() -> bool:
+    """Whether an autoscaler starts nodes when processes wait for them."""
+    return autoscaler_file() is not None or os.environ.get(_IN_KUBERAY) == "1"
+
+
+def started_cpu(timeout_s: float) -> bool:
+    """Asks for a node with a CPU and waits for it; whether there is one in time."""
+    probe = ray.remote(num_cpus=0.01)(_nothing).remote()
+    ready, _ = ray.wait([probe], timeout=timeout_s)
+    if not ready:
+        ray.cancel(probe)
+    return bool(ready)
+
+
+def _nothing() -> None: ...
 
 
 def free_cpus() -> float:

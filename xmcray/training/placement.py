@@ -18,25 +18,19 @@ actors.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from xmcray.errors import ResourceError
-from xmcray.ray_adapter.cluster import alive_nodes
+from xmcray.ray_adapter.cluster import alive_nodes, autoscaler_file, is_autoscaled
 from xmcray.training.run_config import ClusterConfig
 
 logger = logging.getLogger(__name__)
 
 Resources = Mapping[str, float]
-# `ray up` leaves the configuration of the cluster under this name in the home folder of the head.
-_BOOTSTRAP = "ray_bootstrap_config.yaml"
-# KubeRay sets this variable in its pods. The limits of its autoscaler are in no variable.
-_IN_KUBERAY = "RAY_USAGE_STATS_KUBERAY_IN_USE"
 _UNLIMITED = 1 << 16  # processes that reserve nothing
 _WAIT_S = 240
 _WAIT_FOR_MACHINES_S = 3600  # a machine in the cloud may take long to start
@@ -64,12 +58,13 @@ class Nodes:
         """Returns the nodes of the cluster that this process is connected to."""
         nodes = alive_nodes()
         alive = {node.node_id: node.resources for node in nodes}
-        bootstrap = Path.home() / _BOOTSTRAP
-        if bootstrap.is_file():
-            cluster_file = yaml.safe_load(bootstrap.read_text(encoding="utf-8"))
+        path = autoscaler_file()
+        if path is not None:
+            cluster_file = yaml.safe_load(path.read_text(encoding="utf-8"))
             heads = [(node.resources, 1) for node in nodes if node.is_head]
             return cls(alive, heads + _worker_types(cluster_file), autoscaled=True)
-        if os.environ.get(_IN_KUBERAY) == "1":
+        if is_autoscaled():
+            # The limits of KubeRay's autoscaler are nowhere to be read.
             return cls(alive, None, autoscaled=True)
         return cls(alive, [], autoscaled=False)
 
