@@ -58,7 +58,7 @@ class ServeConfig:
         encoder: how transformers compute: "float32", "bfloat16" or "int8" (see `Retriever.load`).
         in_flight: requests in progress or waiting in one ingress replica; more are refused with
             503.
-        deadline_ms: time limit of requests that name none, milliseconds.
+        deadline_ms: time limit of a request, milliseconds; it may ask for less.
         max_connections: open connections of one process that listens itself, half of them for gRPC
             if it has a port; the one of HTTP that has been idle longest is closed for a new one.
         max_texts: texts of a request.
