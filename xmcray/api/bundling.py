@@ -36,7 +36,8 @@ def memory(
         progress: show the number of texts on stderr if that is a terminal.
     Raises:
         ConfigError: no such encoder, or a setting is unknown or out of range.
-        DataError: the encoder needs other tokens than the corpus has.
+        DataError: the encoder needs other tokens than the corpus has, or labels have joined or left
+            the bundle.
         StorageError: `out` exists, or the disk is full.
     """
     from xmcray.data.corpus import Corpus
@@ -217,6 +218,7 @@ def train_reranker(
     Raises:
         ConfigError: no query was held out, or a setting is unknown or out of range.
         BundleError: the model cannot be read.
+        DataError: the answers of the training queries hold no wrong label to learn from.
         StorageError: `out` exists, or the disk is full.
     """
     from xmcray.data.corpus import Corpus

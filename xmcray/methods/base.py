@@ -127,7 +127,7 @@ class MethodContext:
     def draw_positives(self, batch: Batch, count: int) -> Ragged:
         """At most `count` positives of each of the G queries, drawn uniformly; 0 takes all.
 
-        The draw of a smaller count is contained in the draw of a larger one.
+        The draw of a smaller count above 0 is contained in the draw of a larger one.
         """
         if not count:
             return batch.positives

@@ -287,6 +287,7 @@ class Unidec(Method):
         partition = self.context.partition
         hard = self.context.draw_hard_negatives(batch, shortlist, config.hard_per_query)
         if not config.num_positives:
+            # All positives are drawn for either part, so there are no further ones.
             pool = LabelPool.of(partition, batch.positives, hard)
             return _Pools(pool, pool)
         drawn = self.context.draw_positives(batch, config.num_positives)

@@ -18,6 +18,7 @@ from xmcray.errors import DataError
 from xmcray.nn.encoder import ADAPTERS, Encoder
 from xmcray.nn.heads import Head
 from xmcray.nn.label_side import LabelSide
+from xmcray.retrieval.attributes import LabelAttributes
 from xmcray.retrieval.bundle import (
     LABEL_BLOCK,
     LABEL_SCHEMA,
@@ -80,6 +81,7 @@ def write_bundle(
     predictor: Callable[[Path], Mapping[str, Any]] | None = None,
     calibration: Callable[[Path], Calibration | None] | None = None,
     metrics: Mapping[str, Any] | None = None,
+    attributes: LabelAttributes | None = None,
 ) -> None:
     """Writes a bundle with few shards of vectors in memory; on failure nothing is left there.
 
@@ -92,6 +94,7 @@ def write_bundle(
         predictor: writes the files of a memory and returns `Settings.predictor`.
         calibration: makes the probabilities of answers from the bundle without them.
         metrics: see `card_of`.
+        attributes: of all labels.
     Raises:
         StorageError: the destination is not empty, or the disk is full.
         DataError: the numbers of uids, texts and vectors differ from L.
@@ -113,6 +116,8 @@ def write_bundle(
         if settings.num_rows != num_labels:
             raise DataError(f"{settings.num_rows} label vectors were given, expected {num_labels}")
         write_settings(folder, settings)
+        if attributes is not None:
+            attributes.save(folder)
         probabilities = None if calibration is None else calibration(folder)
         if probabilities is not None:
             probabilities.save(folder)

@@ -18,6 +18,7 @@ from xmcray.errors import ConfigError, RunError, XmcrayError
 from xmcray.nn.encoder import ENCODERS
 from xmcray.nn.label_side import LabelSide
 from xmcray.parallel.partition import LabelPartition
+from xmcray.retrieval.bundle import KIND
 from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.calibration import Calibration
 from xmcray.retrieval.index_spec import answer_spec
@@ -25,7 +26,7 @@ from xmcray.retrieval.memory import memory_writer
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ShardBuild
 from xmcray.storage.artifact import refuse_existing
-from xmcray.storage.manifest import MANIFEST
+from xmcray.storage.manifest import MANIFEST, read_manifest
 from xmcray.storage.remote import is_url
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.checkpoint import Checkpoint
@@ -41,6 +42,7 @@ _ROWS = 1_000_000  # labels whose vectors are made at once
 _TUNE_QUERIES = 256  # training queries that the index is tuned by
 # Probabilities are taken from the selection of a run if the refit has at least this share of its epochs.
 LEAST_SHARE = 0.5
+_SCORE_SECTIONS = ("method", "memory", "fusion")  # of a run's settings, which make its scores
 
 
 def export_run(
@@ -134,13 +136,13 @@ def _calibrator(
     epoch. If the refit has far fewer epochs, its scores differ too much, and it gets no curves.
 
     A run that goes on from another one holds out new queries alone. If they are few, curves that are
-    fitted to them would be chance, and those of the other run's bundle are taken.
+    fitted to them would be chance, and those of the other run's bundle are taken if they fit.
     """
 
     def calibration_of(bundle: Path) -> Calibration | None:
         num_held_out = len(data.validation_rows)
         if run.start is not None and 0 < num_held_out < FEW_QUERIES:
-            earlier = _earlier_calibration(run.start, corpus)
+            earlier = _earlier_calibration(run, run.start["run"], corpus, num_held_out)
             if earlier is not None:
                 return earlier
         if num_held_out:
@@ -172,16 +174,24 @@ def check_refit(run: Run) -> None:
         )
 
 
-def _earlier_calibration(start: Mapping[str, Any], corpus: Corpus) -> Calibration | None:
+def _earlier_calibration(
+    run: Run, earlier_run: str, corpus: Corpus, num_held_out: int
+) -> Calibration | None:
     """The curves of the bundle of the run that another one goes on from, for the labels of a corpus.
 
-    None if that bundle is gone, or has none.
+    None if that bundle is gone or has none, if its scores are made with other settings, or if its
+    curves were fitted on no more queries than this run has held out.
     """
+    path = Path(earlier_run) / "bundle"
     try:
-        earlier = Retriever.load(Path(start["run"]) / "bundle").calibration
+        earlier = Retriever.load(path).calibration
+        earlier_config = read_manifest(path, KIND).about.get("config", {})
     except XmcrayError:
         return None
-    if earlier is None:
+    config = run.config.to_dict()
+    if any(config.get(name) != earlier_config.get(name) for name in _SCORE_SECTIONS):
+        return None
+    if earlier is None or earlier.curves.queries <= num_held_out:
         return None
     return Calibration(earlier.curves, segments_of(corpus.train_counts))
 

@@ -47,6 +47,7 @@ from xmcray.storage.artifact import (
 )
 from xmcray.storage.manifest import FileEntry, read_manifest
 from xmcray.storage.remote import is_url
+from xmcray.training.export import check_refit
 from xmcray.training.held_out import held_out_by, relevance_of, without_voters
 from xmcray.training.outcome import bundle_of, check_fits
 from xmcray.training.part_weights import (
@@ -148,18 +149,33 @@ def fuse(
         chosen = [selected[place] for place in kept]
         _put_together(chosen, words, folder / "chosen", choice.config, {})
         retriever = Retriever.load(folder / "chosen")
-        calibration = fit_calibration(retriever, sources[kept[0]].corpus, held_out)
+        calibration = _calibration(retriever, [sources[place] for place in kept], held_out)
         members: list[Path] = []
         for place in kept:
             source = sources[place]
             member = selected[place]
-            if source.final != source.selected:
+            if source.refit is not None:
                 member = folder / f"final-{place}"
                 _write_member(source.final, source.corpus, member, threads, progress)
             members.append(member)
         about = {"fused": choice.plain()}
         _put_together(members, words, out, choice.config, about, calibration)
     return choice
+
+
+def _calibration(
+    retriever: Retriever, sources: Sequence[_Source], held_out: Int64Array
+) -> Calibration | None:
+    """The probabilities of the selected members; None if they do not fit the refit of one of them."""
+    for source in sources:
+        if source.refit is None:
+            continue
+        try:
+            check_refit(source.refit)
+        except ConfigError as problem:
+            logger.warning("%s: %s", source.refit.path, problem)
+            return None
+    return fit_calibration(retriever, sources[0].corpus, held_out)
 
 
 def _check_metric(name: str) -> None:
@@ -190,11 +206,13 @@ class _Source:
         selected: the bundle by which weights are chosen.
         final: the bundle whose parts are fused.
         corpus: the one that it was trained on.
+        refit: the run of `final`, if `selected` is that of its selection.
     """
 
     selected: str
     final: str
     corpus: Corpus
+    refit: Run | None = None
 
 
 def _source(path: str, corpora: Sequence[Corpus]) -> _Source:
@@ -208,7 +226,7 @@ def _source(path: str, corpora: Sequence[Corpus]) -> _Source:
     corpus = _own_corpus(run.corpus_sha256, corpora)
     final = bundle_of(run, corpus)
     if (folder / SELECTION / "run.json").is_file():
-        return _Source(bundle_of(Run.open(folder / SELECTION), corpus), final, corpus)
+        return _Source(bundle_of(Run.open(folder / SELECTION), corpus), final, corpus, run)
     return _Source(final, final, corpus)
 
 

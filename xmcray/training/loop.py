@@ -267,14 +267,13 @@ class Loop:
                 self.config.data.validation,
             )
         warmup_steps = self.config.optim.warmup_steps
-        total_steps = self.setup.stepper.total_steps
-        if warmup_steps > total_steps:
+        if warmup_steps > self.last_step:
             logger.warning(
                 "optim.warmup_steps is %d, but the run has %d steps, so the learning rate rises to %.0f %% of its peak;"
                 " lower it",
                 warmup_steps,
-                total_steps,
-                100 * total_steps / warmup_steps,
+                self.last_step,
+                100 * self.last_step / warmup_steps,
             )
 
     def _step(self, step: int, window: _Window) -> None:

@@ -18,7 +18,6 @@ from xmcray.nn.heads import Head, load_head
 from xmcray.retrieval import bundle as bundles
 from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
-from xmcray.retrieval.labels import carry_attributes
 from xmcray.retrieval.memory import memory_writer
 from xmcray.retrieval.query_encoder import CHUNK, QueryEncoder
 from xmcray.retrieval.retriever import Retriever
@@ -59,8 +58,13 @@ def memory_bundle(
     """
     refuse_existing(out)
     is_of_corpus = _is_bundle_of(encoder, corpus)
+    attributes = None
     if is_of_corpus:
-        check_fits(Retriever.load(encoder), corpus)
+        bundle = Retriever.load(encoder)
+        check_fits(bundle, corpus)
+        # Its labels are those of the corpus, in the same order.
+        folder, _ = open_artifact(encoder, bundles.KIND)
+        attributes = bundles.read_attributes(folder, bundle.settings, bundle.labels.removed)
     trained_encoder, head = open_encoder(encoder, corpus)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     query_encoder = QueryEncoder(
@@ -92,9 +96,7 @@ def memory_bundle(
     sample = sample_rows(len(train), seed=0)
     build = ShardBuild(spec=spec, queries=encode(train.tokens(sample)))
     predictor = memory_writer(corpus, encode, config or MemoryConfig(), spec, relevance=relevance)
-    write_bundle(out, model, labels, build, about=about, predictor=predictor)
-    if is_of_corpus:
-        carry_attributes(encoder, out)
+    write_bundle(out, model, labels, build, about=about, predictor=predictor, attributes=attributes)
 
 
 def _labels(corpus: Corpus, encode: Callable[[Ragged], Float32Array]) -> BundleLabels:

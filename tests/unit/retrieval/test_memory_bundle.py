@@ -373,7 +373,7 @@ class TestCommand:
         [uid] = corpus.label_uids(np.arange(1))
         annotate_labels(bundle, {uid: {"lang": "en"}})
 
-        memory_bundle(str(bundle), corpus, tmp_path / "second")
+        memory_bundle(str(bundle), corpus, f"file://{tmp_path}/second")
 
         labels = Retriever.load(tmp_path / "second").labels
         attributes = read_attributes(tmp_path / "second", labels.settings, labels.removed)

@@ -63,7 +63,6 @@ def test_the_objective_is_the_metric(corpus: Corpus, name: str) -> None:
         config = dataclasses.replace(CONFIG, texts=texts)
         metrics = Metrics.of_corpus(corpus)
         metrics.update(candidates.top(config, DEPTH), truth)
-        # Values of hits go through float32.
         assert search.measure(config).objective == pytest.approx(metrics.result()[name], rel=1e-5)
 
 

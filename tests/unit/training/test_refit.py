@@ -14,6 +14,7 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.training import launch
 from xmcray.training.calibrate import calibrate
 from xmcray.training.export import export_run
+from xmcray.training.fuse import fuse
 from xmcray.training.launch import refit_config, train
 from xmcray.training.run import Run
 from xmcray.training.run_config import RunConfig
@@ -68,8 +69,10 @@ def test_a_refit_much_shorter_than_its_selection_has_no_probabilities(
     config = RunConfig.resolve("dexml", {}, settings)
     run = train(corpus.path, tmp_path / "run", config, refit=True)
     export_run(run, tmp_path / "bundle", corpus)
-    has_probabilities = Retriever.load(tmp_path / "bundle").calibration is not None
-    assert has_probabilities == (best == 2)
+    fuse([str(run.path)], corpus, tmp_path / "fused")
+    for name in ("bundle", "fused"):
+        has_probabilities = Retriever.load(tmp_path / name).calibration is not None
+        assert has_probabilities == (best == 2)
     assert ("the best epoch was 1" in caplog.text) == (best == 1)
     if best == 1:
         with pytest.raises(ConfigError, match="the best epoch was 1"):

@@ -245,17 +245,22 @@ def test_a_loss_that_is_no_number_is_said_once(
 def test_a_warm_up_that_is_longer_than_the_run_is_said(
     corpora: dict[str, Corpus], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def messages(warmup_steps: int) -> list[str]:
+    def messages(warmup_steps: int, *more: str) -> list[str]:
         caplog.clear()
-        settings = [*SETTINGS, "optim.batch_size=20", f"optim.warmup_steps={warmup_steps}"]
+        settings = [*SETTINGS, "optim.batch_size=20", f"optim.warmup_steps={warmup_steps}", *more]
         config = RunConfig.resolve("astra", {}, settings)
-        train(corpora["one"].path, tmp_path / str(warmup_steps), config)
+        train(corpora["one"].path, tmp_path / f"{warmup_steps}{more}", config)
         return [message for message in caplog.messages if "warmup_steps" in message]
 
     # Three epochs of one batch.
     assert messages(3) == []
     assert messages(12) == [
         "optim.warmup_steps is 12, but the run has 3 steps, so the learning rate rises to 25 % of"
+        " its peak; lower it"
+    ]
+    # Of the schedule's three steps a refit may take fewer.
+    assert messages(2, "optim.stop_epoch=1") == [
+        "optim.warmup_steps is 2, but the run has 1 steps, so the learning rate rises to 50 % of"
         " its peak; lower it"
     ]
 

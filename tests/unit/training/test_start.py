@@ -127,7 +127,8 @@ def test_new_labels_and_queries_are_new_to_the_run(
     corpora: tuple[Corpus, Corpus], astra: Run, tmp_path: Path
 ) -> None:
     old, new = corpora
-    more = f"--from {astra.path} --no-evaluate --set data.validation=0.2"
+    # Fewer than the first run has held out.
+    more = f"--from {astra.path} --no-evaluate --set data.validation=0.06"
     assert run_command(command("astra", new, tmp_path / "b", more)) == 0
     config = Run.open(tmp_path / "b").config
     # New labels start with the rows that they would get in the bundle of the first run.
@@ -149,6 +150,13 @@ def test_new_labels_and_queries_are_new_to_the_run(
     assert after is not None
     assert after.curves == before.curves
     assert len(after.segment_L) == new.card.num_labels
+
+    # Scores of other settings have probabilities of their own, and so has a run with more queries.
+    for name, other in (("c", "method.init_std=0.5"), ("d", "data.validation=0.2")):
+        assert run_command(command("astra", new, tmp_path / name, f"{more} --set {other}")) == 0
+        of_other = Retriever.load(tmp_path / name / "bundle").calibration
+        assert of_other is not None
+        assert of_other.curves != before.curves
 
 
 def test_queries_that_were_trained_on_and_may_be_held_out_are_counted(
