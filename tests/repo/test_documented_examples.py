@@ -26,6 +26,7 @@ from served import listening
 
 from xmcray import cli, config
 from xmcray.cli.continual import ContinualConfig
+from xmcray.retrieval.retriever import Retriever
 from xmcray.serving.settings import ServeConfig
 from xmcray.training.run_config import RunConfig
 from xmcray.tuning.space import parse_space
@@ -80,7 +81,7 @@ def test_the_python_client_of_the_serving_page(
 
 
 def test_requests_by_curl(address: str, tmp_path: Path) -> None:
-    (search,) = [code for code in blocks("docs/serving.md") if code.startswith("curl")]
+    search, swap = [code for code in blocks("docs/serving.md") if code.startswith("curl")]
     answer = json.loads(run_shell(search.replace(ADDRESS, address), tmp_path))
     first = answer["results"][0]["answers"]
     assert len(first) == 5
@@ -93,6 +94,11 @@ def test_requests_by_curl(address: str, tmp_path: Path) -> None:
         assert known in feedback
         feedback = feedback.replace(known, ours)
     assert json.loads(run_shell(feedback, tmp_path))["number"] > 0
+    new = write_bundle_of(tmp_path / "new", "texts", shard_rows=400)
+    for known, ours in ((ADDRESS, address), ("bundles/new", str(new))):
+        assert known in swap
+        swap = swap.replace(known, ours)
+    assert json.loads(run_shell(swap, tmp_path))["version"] == Retriever.load(new).sha256
 
 
 def test_settings_in_yaml() -> None:
