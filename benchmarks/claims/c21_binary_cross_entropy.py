@@ -9,7 +9,7 @@ from variants import Chosen, Training, present
 
 TEMPERATURES = {
     "decoupled": (0.05, 0.1, 0.2, 0.5, 1.0),
-    "bce": (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
+    "bce": (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
 }
 
 
@@ -31,7 +31,9 @@ def make(full: bool) -> Claim:
         comparisons=comparisons,
         setup=f"{' and '.join(corpora)}, static encoder, settings of `dexml/` and the set; either loss is taken over all"
         f" labels and has a temperature chosen on validation: the softmax from {listed(TEMPERATURES['decoupled'])},"
-        f" binary cross-entropy also from lower ones ({listed(TEMPERATURES['bce'])}). 'Far' is taken to be 5 points.",
+        f" binary cross-entropy also from lower ones ({listed(TEMPERATURES['bce'])}). It chooses the lowest; 0.0025 and"
+        " 0.001 have a P@1 of 45.6 and 45.2 on the held-out queries of sample in place of 46.0, and of 62.8 and 62.8 on those"
+        " of cdnjs-keywords in place of 62.2. 'Far' is taken to be 5 points.",
         metrics=("P@1", "P@5", "R@100"),
         seeds=10,
     )
