@@ -174,7 +174,10 @@ def write(claims: dict[str, Claim], arguments: argparse.Namespace) -> None:
     ]
     foot = [
         f"- {line}"
-        for line in [f"{seconds / 60:.0f} minutes of CPU time for all measurements", *provenance()]
+        for line in [
+            f"{seconds / 60:.0f} minutes of CPU time for all {len(seen)} measurements",
+            *provenance(),
+        ]
     ]
     (arguments.out / "claims.md").write_text(
         "\n".join([*head, *sections, *foot]) + "\n", encoding="utf-8"

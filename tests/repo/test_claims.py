@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -40,6 +41,15 @@ def paired_results() -> dict[str, Any]:
     a = [0.51, 0.812, 0.308, 0.611, 0.409, 0.9]
     b = [0.50, 0.800, 0.300, 0.600, 0.400]
     return {"a": by_seed(a), "b": by_seed(b)}
+
+
+def test_the_store_has_the_measurements_of_the_page() -> None:
+    """The page is written from them, so a page that is committed without them counts others."""
+    root = Path(__file__).parents[2]
+    stores = (root / "benchmarks" / "results" / "claims").glob("*.json")
+    num_kept = sum(len(json.loads(store.read_text(encoding="utf-8"))) for store in stores)
+    page = (root / "docs" / "claims.md").read_text(encoding="utf-8")
+    assert f"of CPU time for all {num_kept} measurements" in page
 
 
 def by_seed(precisions: list[float]) -> dict[int, dict[str, float]]:
