@@ -97,12 +97,10 @@ class _Measured:
     Attributes:
         config: the settings.
         objective: mean of the metrics that the search maximises.
-        share_Q: float64 [queries], what each query adds to the objective.
     """
 
     config: PartsConfig
     objective: float
-    share_Q: Float64Array
 
     def is_better_than(self, other: _Measured) -> bool:
         """Whether the objective is larger by more than rounding."""
@@ -140,7 +138,7 @@ class WeightSearch:
             first = stop
         self._spreads = [_spread(candidates, place) for place in range(len(start.members))]
         self._start = self._equal_weights(start)
-        self._measured: dict[PartsConfig, _Measured] = {}
+        self._objectives: dict[PartsConfig, float] = {}
 
     def choose(self) -> Choice:
         """The best settings, without the parts that do not make the answers significantly better."""
@@ -183,9 +181,11 @@ class WeightSearch:
 
     def _test_of_only_part(self, part: str, best: _Measured) -> PartTest:
         """The test of a part without which there is no answer."""
-        nothing = _Measured(best.config, 0.0, np.zeros_like(best.share_Q))
+        p_value = 1.0
+        if best.objective > 0:
+            p_value = self._sign_test(self._shares(best.config))
         no_metrics = dict.fromkeys(self.metrics, 0.0)
-        return PartTest(part, 0.0, no_metrics, self._p_value(best, nothing))
+        return PartTest(part, 0.0, no_metrics, p_value)
 
     def _each_member_alone(self) -> dict[str, Mapping[str, float]]:
         """Metrics of the label vectors of each member alone, by the name of the part."""
@@ -208,11 +208,14 @@ class WeightSearch:
             config: the settings.
             varied: for speed, the only part that differs from the settings measured just before.
         """
-        if config not in self._measured:
-            shares = [table.shares(config, varied) for table in self._tables]
-            share_Q = np.concatenate(shares)
-            self._measured[config] = _Measured(config, float(share_Q.sum()), share_Q)
-        return self._measured[config]
+        # Thousands of settings are measured, so the shares of the queries are not kept.
+        if config not in self._objectives:
+            self._objectives[config] = float(self._shares(config, varied).sum())
+        return _Measured(config, self._objectives[config])
+
+    def _shares(self, config: PartsConfig, varied: str = "") -> Float64Array:
+        """float64 [queries], what each query adds to the objective; see `measure`."""
+        return np.concatenate([table.shares(config, varied) for table in self._tables])
 
     def _equal_weights(self, start: PartsConfig) -> PartsConfig:
         """The settings at the start: equal weights, and temperatures that fit each member's spread."""
@@ -285,10 +288,13 @@ class WeightSearch:
         """The p-value of the paired test of "both are equally good"; 1 if the other is not worse."""
         if other.objective >= better.objective:
             return 1.0
-        difference_Q = (better.share_Q - other.share_Q) * len(self.truth)
+        return self._sign_test(self._shares(better.config) - self._shares(other.config))
+
+    def _sign_test(self, difference_Q: Float64Array) -> float:
+        """The p-value of "both are equally good", of what queries add to one objective and not to the other."""
         # `sign_flip` tests one column per metric. Here the mean is the only one.
-        p_values = sign_flip(difference_Q[:, None], PERMUTATIONS, seed=0)
-        return float(p_values[0])
+        per_query_Q1 = difference_Q[:, None] * len(self.truth)
+        return float(sign_flip(per_query_Q1, PERMUTATIONS, seed=0)[0])
 
     def _named(self, measured: _Measured) -> dict[str, float]:
         """The metrics of some answers, by name."""
