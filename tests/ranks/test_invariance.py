@@ -125,7 +125,12 @@ OTHERS = {
     "rae": (
         "rae",
         12,
-        ["method.hard_per_query=2", "encoder.separate_labels=true", "data.relevance=weight"],
+        [
+            "method.num_positives=2",
+            "method.hard_per_query=2",
+            "encoder.separate_labels=true",
+            "data.relevance=weight",
+        ],
     ),
     "unidec": (
         "unidec",
