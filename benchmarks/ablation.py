@@ -275,7 +275,8 @@ def measured(
         run = train(corpus.path, folder / "run", config)
         seconds = time.perf_counter() - started
         cpu_s = time.process_time() - started_cpu
-        export_run(run, folder / "bundle", corpus)
+        # The search is exact, so an approximate index would be built in vain.
+        export_run(run, folder / "bundle", corpus, {"index": {"factory": "Flat"}})
         retriever = Retriever.load(folder / "bundle")
         evaluation = measure_bundle(retriever, corpus, "test", exact=True)
         of_bundle = further(retriever) if further else {}
