@@ -160,7 +160,7 @@ def test_the_documentation_names_the_limits() -> None:
     assert f"| {PIPELINED} wait |" in page
     assert f"| {connections.HEAD_S:.0f} s | the connection is closed |" in page
     assert f"| {connections.SEND_S:.0f} s when the buffers are full" in page
-    assert f"| {connections.PROGRESS_S:.0f} s | the connection counts as" in page
+    assert f"| {connections.PROGRESS_S:.0f} s | the connection may be closed" in page
 
 
 async def test_what_follows_a_body_is_no_header() -> None:
