@@ -25,17 +25,16 @@ from xmcray.config import check_range
 from xmcray.data.stream import (
     READ_CPUS,
     mapped,
+    pipeline_session,
     progress_bar,
     results,
     share,
     stream_of,
-    wait_for_first_node,
     watched,
 )
 from xmcray.errors import ConfigError, StorageError
 from xmcray.evaluation.predictions import write_predictions
 from xmcray.ray_adapter.cluster import free_cpus
-from xmcray.ray_adapter.session import ray_session
 from xmcray.retrieval.batch_predict import (
     CHUNK_ANSWERS,
     CHUNK_ROWS,
@@ -260,8 +259,7 @@ def _answer_all(
     """Adds the answers of all chunks that are not done yet."""
     done = frozenset(work.done)
     end = QueriesEnd(chunks=0, rows=0)
-    with ray_session(), progress_bar(progress) as bar, watched(stall_s) as beat:
-        wait_for_first_node()
+    with pipeline_session(), progress_bar(progress) as bar, watched(stall_s) as beat:
         free = max(1, int(free_cpus()))
         tasks, cpus = share(workers or min(free, WORKERS))
         threads = max(1, free // tasks)

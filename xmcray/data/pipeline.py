@@ -36,11 +36,11 @@ from xmcray.data.formats import RawFiles
 from xmcray.data.stream import (
     READ_CPUS,
     mapped,
+    pipeline_session,
     progress_bar,
     results,
     share,
     stream_of,
-    wait_for_first_node,
     watched,
 )
 from xmcray.data.text_keys import NO_KEYS, Keys
@@ -51,7 +51,7 @@ from xmcray.data.writer import (
     short_name,
     sorted_pairs,
 )
-from xmcray.ray_adapter.session import get_object, put_object, ray_session
+from xmcray.ray_adapter.session import get_object, put_object
 from xmcray.storage.artifact import link_files, new_artifact, refuse_existing
 from xmcray.storage.manifest import FileEntry, Manifest
 from xmcray.types import Int64Array
@@ -115,8 +115,11 @@ def prepare(
             config.query_prompt,
             config.label_prompt,
         )
-    with ray_session(), new_artifact(out, KIND, about) as folder, progress_bar(progress) as bar:
-        wait_for_first_node()
+    with (
+        pipeline_session(),
+        new_artifact(out, KIND, about) as folder,
+        progress_bar(progress) as bar,
+    ):
         pipeline = _Pipeline(source, config, share(parallelism), stall_s, bar)
         writer = CorpusWriter(folder, source, config, name, licence)
         if len(removed_ids):
@@ -168,8 +171,7 @@ def append(
     # Rows that are appended stay, also if earlier ones were left out.
     about["on_leak"] = config.on_leak
     linked: dict[str, FileEntry] = {}
-    with ray_session(), new_artifact(out, KIND, about, linked) as folder:
-        wait_for_first_node()
+    with pipeline_session(), new_artifact(out, KIND, about, linked) as folder:
         changed = files_to_write(manifest.files, source, config)
         linked.update(link_files(corpus.path, manifest, folder, changed))
         writer = continued_writer(folder, corpus, source, config)

@@ -22,6 +22,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from xmcray import logs
 from xmcray.errors import ResourceError, XmcrayError
 from xmcray.ray_adapter import cluster, private
+from xmcray.ray_adapter.session import ray_session
 
 READ_CPUS = 0.1  # a reading task mostly waits for the tasks that process its rows
 RAY_DATA_ACTORS = ("AutoscalingCoordinator", "datasets_stats_actor")  # Ray Data's own hold no CPU
@@ -98,12 +99,19 @@ def share(parallelism: int | None) -> tuple[int, float]:
     return num_tasks, round(max(cpus, 0.01), 4)
 
 
-def wait_for_first_node() -> None:
-    """Waits until the cluster has a CPU, if its autoscaler has to start the first node that has one.
+@contextlib.contextmanager
+def pipeline_session() -> Iterator[None]:
+    """Connects to Ray for pipelines, on a cluster that has a CPU: an autoscaler may first have to start a node.
 
     Raises:
-        ResourceError: there is none after an hour.
+        ResourceError: there is no CPU after an hour.
     """
+    with ray_session():
+        _wait_for_first_node()
+        yield
+
+
+def _wait_for_first_node() -> None:
     if ray.cluster_resources().get("CPU") or not cluster.is_autoscaled():
         return
     logger.info("the cluster has no CPU yet; waiting for a node")

@@ -183,7 +183,7 @@ class WeightSearch:
         """The test of a part without which there is no answer."""
         p_value = 1.0
         if best.objective > 0:
-            p_value = self._sign_test(self._shares(best.config))
+            p_value = self._sign_flip_test(self._shares(best.config))
         no_metrics = dict.fromkeys(self.metrics, 0.0)
         return PartTest(part, 0.0, no_metrics, p_value)
 
@@ -288,9 +288,9 @@ class WeightSearch:
         """The p-value of the paired test of "both are equally good"; 1 if the other is not worse."""
         if other.objective >= better.objective:
             return 1.0
-        return self._sign_test(self._shares(better.config) - self._shares(other.config))
+        return self._sign_flip_test(self._shares(better.config) - self._shares(other.config))
 
-    def _sign_test(self, difference_Q: Float64Array) -> float:
+    def _sign_flip_test(self, difference_Q: Float64Array) -> float:
         """The p-value of "both are equally good", of what queries add to one objective and not to the other."""
         # `sign_flip` tests one column per metric. Here the mean is the only one.
         per_query_Q1 = difference_Q[:, None] * len(self.truth)
