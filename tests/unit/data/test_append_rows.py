@@ -322,7 +322,7 @@ def test_prepare_notes_in_the_manifest_whether_texts_are_titles_alone(
     def begin(_out: object, _kind: str, about: dict[str, Any]) -> None:
         raise BegunError(about.get("titles_only"))
 
-    monkeypatch.setattr(pipeline, "ray_session", contextlib.nullcontext)
+    monkeypatch.setattr(pipeline, "pipeline_session", contextlib.nullcontext)
     monkeypatch.setattr(pipeline, "new_artifact", begin)
     titles = lf_folder(tmp_path / "LF-Titles", "red")
     # The link's own name says nothing, and that is the one in the card.
