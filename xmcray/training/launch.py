@@ -127,16 +127,10 @@ def train(
             refuse_contents(path)
         _refuse_other_refit(path, refit)
         if refit:
-            selection = _begin(path / SELECTION, config, opened, source)
-            if restart:
-                _restart_if_damaged(selection)
-            _train_one(selection, opened, watch)
+            selection = _train_one(path / SELECTION, config, opened, source, restart, watch)
             config = refit_config(selection)
         # With resume="never" the folder was empty but for the selection.
-        run = _begin(path, config, opened, source)
-        if restart:
-            _restart_if_damaged(run)
-        _train_one(run, opened, watch)
+        run = _train_one(path, config, opened, source, restart, watch)
         run.remove_vectors()  # the selection has used the same folder
     return run
 
@@ -190,6 +184,33 @@ def _refuse_other_refit(path: Path, refit: bool) -> None:
             f"{path} was started without --refit, expected the same; leave --refit out or choose"
             " another --out"
         )
+
+
+def _train_one(
+    path: Path,
+    config: RunConfig,
+    corpus: Corpus,
+    source: Run | None,
+    restart: bool,
+    watch: FitContext,
+) -> Run:
+    """Begins or continues a run and trains it to its end.
+
+    A run that fails before its first checkpoint is removed, so that its folder is free again. One
+    that an earlier call began from another run stays: its start may be the only copy of what it
+    goes on from.
+    """
+    was_begun = (path / "run.json").is_file()
+    run = _begin(path, config, corpus, source)
+    if restart:
+        _restart_if_damaged(run)
+    try:
+        _train_to_end(run, corpus, watch)
+    except XmcrayError:
+        if not was_begun or run.start is None:
+            discard(run)
+        raise
+    return run
 
 
 def _begin(path: Path, config: RunConfig, corpus: Corpus, source: Run | None) -> Run:
@@ -307,10 +328,8 @@ def _restart_if_damaged(run: Run) -> None:
         clear_progress(run)
 
 
-def _train_one(run: Run, corpus: Corpus, watch: FitContext) -> None:
-    """Trains a run unless it is finished; a run that fails before its first checkpoint is
-    removed.
-    """
+def _train_to_end(run: Run, corpus: Corpus, watch: FitContext) -> None:
+    """Trains a run unless it is finished."""
     if run.result() is not None:
         return
     stop = StopFlag(run.path)
@@ -318,22 +337,18 @@ def _train_one(run: Run, corpus: Corpus, watch: FitContext) -> None:
     # A driver that was killed may have left it.
     workers.set(False)
     is_here = run.config.cluster.workers == 0
-    try:
-        with watch(run), tracked(run), stop.on_sigterm(lambda: is_here or workers.is_set):
-            try:
-                with memory_errors():
-                    if run.config.cluster.workers:
-                        _train_on_ray(run, corpus)
-                    else:
-                        train_here(run, corpus)
-            finally:
-                # Workers may also have failed because their nodes were taken away together with the
-                # driver's.
-                if stop.raised:
-                    raise terminated(run.path)
-    except XmcrayError:
-        discard(run)
-        raise
+    with watch(run), tracked(run), stop.on_sigterm(lambda: is_here or workers.is_set):
+        try:
+            with memory_errors():
+                if run.config.cluster.workers:
+                    _train_on_ray(run, corpus)
+                else:
+                    train_here(run, corpus)
+        finally:
+            # Workers may also have failed because their nodes were taken away together with the
+            # driver's.
+            if stop.raised:
+                raise terminated(run.path)
 
 
 def train_here(

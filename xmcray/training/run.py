@@ -1,6 +1,7 @@
 """The folder a run lives in.
 
-RUN/run.json          id, method, corpus hash, resolved configuration: written once, at the start
+RUN/run.json          id, method, corpus and its hash, resolved configuration: written at the start,
+                      and again if the corpus has moved
 RUN/config.yaml       the same configuration, to be read and used again with --config
 RUN/metrics.jsonl     a record every few steps (loss, speed, age of the negatives), and one for each
                       validation
@@ -140,6 +141,12 @@ class Run:
         text = yaml.safe_dump(self.config.to_dict(), sort_keys=False)
         write_text(path, text)
 
+    def with_corpus_at(self, origin: str) -> Run:
+        """Writes to run.json where the corpus is now."""
+        path = self.path / "run.json"
+        write_json(path, {**read_json(path), "corpus": origin})
+        return dataclasses.replace(self, corpus=origin)
+
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
@@ -241,6 +248,9 @@ def open_or_create(
                 f"{path} was started with {change}; use the same settings or another --out"
             )
     run.write_config()
+    if run.corpus != corpus.origin:
+        # The same corpus at another place. Workers, and what reads the run later, open it there.
+        run = run.with_corpus_at(corpus.origin)
     return dataclasses.replace(run, config=config)
 
 

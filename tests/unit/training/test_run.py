@@ -81,6 +81,14 @@ def test_the_configuration_of_the_start_stays_when_only_the_machine_changes(tmp_
         start(tmp_path / "r", "optim.epochs=3")
 
 
+def test_a_run_whose_corpus_has_moved_opens_it_at_its_new_place(tmp_path: Path) -> None:
+    first = start(tmp_path / "r")
+    moved: Any = AnyCorpus(str(tmp_path / "other" / "corpus"))
+    again = open_or_create(first.path, first.config, moved, "auto")
+    assert again.corpus == moved.origin
+    assert Run.open(first.path) == again
+
+
 def test_another_method_in_a_folder_is_named(tmp_path: Path) -> None:
     start(tmp_path / "r")
     with pytest.raises(RunError, match="was started with method astra, now unidec"):

@@ -276,6 +276,33 @@ def test_a_run_that_was_killed_ends_with_the_same_bytes(
         assert path.read_bytes() == other.read_bytes(), path
 
 
+def test_a_passing_error_keeps_the_start_of_a_run_that_has_begun(
+    corpora: tuple[Corpus, Corpus],
+    astra: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = tmp_path / "first"
+    shutil.copytree(astra.path, source)
+    more = f"--from {source} --no-evaluate"
+    train = command("astra", corpora[1], tmp_path / "b", more)
+    with monkeypatch.context() as patch:
+        patch.setattr(Stepper, "step", lambda *_: kill_here())
+        run_killed(lambda: run_command(train))
+    shutil.rmtree(source)
+    # A GPU that this machine lacks, for example.
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert run_command(f"{train} --set cluster.device=gpu") == 2
+    assert "no CUDA device" in capsys.readouterr().err
+    assert run_command(train) == 0
+
+    # What this call began is removed.
+    more = f"--from {astra.path} --set cluster.device=gpu"
+    assert run_command(command("astra", corpora[1], tmp_path / "c", more)) == 2
+    assert not (tmp_path / "c").exists()
+
+
 @pytest.mark.parametrize("refit", ["", "--refit --set data.validation=0.2"])
 def test_a_run_that_has_begun_goes_on_without_the_run_it_came_from(
     corpora: tuple[Corpus, Corpus], astra: Run, tmp_path: Path, refit: str
