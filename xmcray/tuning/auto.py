@@ -17,7 +17,7 @@ from typing import Any
 from xmcray.data.corpus import Corpus
 from xmcray.storage.work_folder import locked
 from xmcray.tuning.auto_bundle import BundleMaker
-from xmcray.tuning.auto_results import write_results
+from xmcray.tuning.auto_results import finished_with_less, write_results
 from xmcray.tuning.auto_search import CandidateSearch, Say
 from xmcray.tuning.lanes import Lanes
 from xmcray.tuning.space import Values
@@ -49,10 +49,10 @@ def auto(
         Terminated: SIGTERM came; the same call continues.
     """
     path = Path(out).absolute()
-    budget = Budget(budget_s)
     lanes = Lanes()
     with locked(path, STUDY_FOLDER):
         study = Study.open_or_create(path, corpus, methods, overrides)
+        budget = Budget(budget_s, finished_with_less(path, budget_s))
         try:
             skipped = CandidateSearch(study, budget, lanes, say).run()
             BundleMaker(study, budget, lanes, say).run()

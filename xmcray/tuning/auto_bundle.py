@@ -62,7 +62,8 @@ class BundleMaker:
         members = [attempt for attempt in best if attempt.name in fused["members"]]
         fuse_s = fused["seconds"]
         self.lanes.map(lambda member: self._refit(member, fuse_s), members)
-        has_new_refit = set(self._refitted(members)) > set(fused["refitted"])
+        # Earlier releases also wrote the refits of trials that have no part in the bundle.
+        has_new_refit = bool(set(self._refitted(members)) - set(fused["refitted"]))
         left_s = self.budget.seconds - self.study.clock.spent_s
         if has_new_refit and fuse_s < left_s:
             # The weights stay: the refits have seen the held-out queries by which they are chosen.
@@ -121,12 +122,13 @@ class BundleMaker:
                 choice=choice,
                 threads=len(os.sched_getaffinity(0)),
             )
-        members = [attempt.name for attempt in _members(choice, attempts)]
+        in_bundle = _members(choice, attempts)
+        members = [attempt.name for attempt in in_bundle]
         seconds = time.monotonic() - started
         body = {
             "trials": list(considered),
             "members": members,
-            "refitted": self._refitted(attempts),
+            "refitted": self._refitted(in_bundle),
             "seconds": seconds,
             "choice": choice.plain(),
         }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,15 +70,38 @@ def write_results(study: Study, budget: Budget, skipped: Sequence[Skipped]) -> d
     return result
 
 
+def finished_with_less(study: Path, budget_s: float) -> float:
+    """Seconds on the clock at which the last call with a smaller budget had finished; 0 without one.
+
+    Args:
+        study: the folder.
+        budget_s: the present budget.
+    """
+    with _earlier_results(study) as result:
+        if result is None or result["budget_s"] >= budget_s:
+            return 0.0
+        return float(result["spent_s"])
+
+
 def _earlier_test(study: Study, bundle: Mapping[str, Any]) -> dict[str, Any] | None:
     """The test results that an earlier call wrote for the same bundle; None if there are none."""
-    file = study.path / "results.json"
-    if not file.is_file():
-        return None
-    with readable(f"{file} is damaged", "remove it", RunError):
-        result = read_json(file)
+    with _earlier_results(study.path) as result:
+        if result is None or result["bundle"] != bundle:
+            return None
         test: dict[str, Any] | None = result["test"]
-        return test if result["bundle"] == bundle else None
+        return test
+
+
+@contextlib.contextmanager
+def _earlier_results(study: Path) -> Iterator[dict[str, Any] | None]:
+    """The results.json of an earlier call; None if there is none.
+
+    Raises:
+        RunError: it is damaged, which also shows while it is used.
+    """
+    file = study / "results.json"
+    with readable(f"{file} is damaged", "remove it", RunError):
+        yield read_json(file) if file.is_file() else None
 
 
 def _plain_candidate(candidate: Candidate) -> dict[str, Any]:

@@ -57,14 +57,18 @@ class Budget:
 
     Attributes:
         seconds: seconds that all calls together may take.
+        finished_s: seconds on the clock at which the last call with a smaller budget had finished;
+            0 without one.
     """
 
     seconds: float
+    finished_s: float = 0.0
 
     @property
     def search_end_s(self) -> float:
         """Seconds on the clock at which the search ends."""
-        return SEARCH_SHARE * self.seconds
+        # Of a larger budget, that share of the additional time is for the search.
+        return self.finished_s + SEARCH_SHARE * (self.seconds - self.finished_s)
 
     @property
     def refit_end_s(self) -> float:

@@ -24,12 +24,12 @@ from xmcray.training.preemption import StopFlag, Terminated
 from xmcray.training.run_config import RunConfig
 from xmcray.tuning import auto_bundle, lanes, portfolio, study
 from xmcray.tuning.auto import auto
-from xmcray.tuning.auto_results import BASELINE
+from xmcray.tuning.auto_results import BASELINE, finished_with_less
 from xmcray.tuning.auto_search import CandidateSearch
 from xmcray.tuning.lanes import Lanes, Watch
 from xmcray.tuning.pacing import Limits, Pacer, score_at_rung
 from xmcray.tuning.portfolio import Candidate
-from xmcray.tuning.study import METRIC, Clock
+from xmcray.tuning.study import METRIC, Budget, Clock
 from xmcray.tuning.sweep import Trial, Validation
 
 SMALL = {
@@ -343,6 +343,26 @@ def test_a_failed_refit_leaves_the_trial_in_the_bundle(
     for member in result["bundle"]["members"]:
         assert f"{member} refit failed (too large)" in said
     assert result["bundle"]["refitted"] == []
+
+    # A call with more time refits them, also if an earlier release noted the refit of another trial.
+    fused = json.loads((tmp_path / "study/fused.json").read_text())
+    fused["refitted"] = ["astra-0002"]
+    (tmp_path / "study/fused.json").write_text(json.dumps(fused))
+    monkeypatch.setattr(Lanes, "train", trained)
+    again = auto(corpus, tmp_path / "study", 600, ["astra", "dexml"], SMALL, said.append)
+    assert again["bundle"]["members"] == result["bundle"]["members"]
+    assert again["bundle"]["refitted"] == again["bundle"]["members"]
+
+
+def test_of_a_larger_budget_the_added_time_is_divided(tmp_path: Path) -> None:
+    assert finished_with_less(tmp_path, 900) == 0
+    (tmp_path / "results.json").write_text('{"budget_s": 600, "spent_s": 580}')
+    assert finished_with_less(tmp_path, 600) == 0
+    assert finished_with_less(tmp_path, 900) == 580
+    assert Budget(900, 580).search_end_s == pytest.approx(580 + 0.6 * 320)
+    (tmp_path / "results.json").write_text('{"budget_s": 600}')
+    with pytest.raises(RunError, match=r"results\.json is damaged"):
+        finished_with_less(tmp_path, 900)
 
 
 def test_trainings_that_all_fail_end_the_study_with_the_first_reason(
