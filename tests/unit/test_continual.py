@@ -172,6 +172,7 @@ def test_a_cycle_goes_on_where_it_stopped_and_promotes_or_keeps(
 
     first_version = client.models()[0].version
     assert cycle(100) == (0, "cycle 1 waits for feedback after event 0")
+    assert not list(cycles.glob("cycle-*")), "a cycle that waits would be taken for the newest"
     accept(client, corpus, 0)
     client.change_labels([Operation(op="delete", uid="label0")])
     settings["events"] = ["--hold-out", "0"]

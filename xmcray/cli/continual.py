@@ -12,6 +12,7 @@ middle goes on with the step that it stopped at.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import shutil
 import threading
@@ -149,6 +150,9 @@ def run_cycle(settings: ContinualConfig, out: Path) -> str:
         try:
             raw = _export(settings, start, folder)
         except _TooLittleError as missing:
+            # Of a cycle that waits nothing is kept.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
             return f"cycle {start.number} waits for {missing}"
         corpus = folder / "corpus"
         words = ["prepare", str(folder / "raw"), "--append", start.corpus, "--out", str(corpus)]
