@@ -54,7 +54,7 @@ _START = Position(0, Kind.TRAIN)
 @contextlib.contextmanager
 def tracked(run: Run) -> Iterator[None]:
     """Sends to the trackers of `log.track` what the run records while the block runs."""
-    senders = _start_senders(run)
+    senders = [_Sender(name, run) for name in run.config.log.track]
 
     def notify(_: Record) -> None:
         for sender in senders:
@@ -71,12 +71,10 @@ def tracked(run: Run) -> Iterator[None]:
 
 
 def catch_up(run: Run) -> None:
-    """Sends to the trackers of `log.track` what they lack, including the test metrics."""
-    _finish(_start_senders(run), _FINISH_S)
-
-
-def _start_senders(run: Run) -> list[_Sender]:
-    return [_Sender(name, run) for name in run.config.log.track]
+    """Sends to the trackers of a run what they lack, including the test metrics."""
+    # run.json keeps the first settings. A tracker may have been added when the run was resumed.
+    names = dict.fromkeys([*run.config.log.track, *_read_positions(run)])
+    _finish([_Sender(name, run) for name in names], _FINISH_S)
 
 
 def _finish(senders: list[_Sender], wait_s: float) -> None:

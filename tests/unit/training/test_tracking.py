@@ -199,6 +199,21 @@ def test_a_tracker_that_fails_is_one_warning_and_catches_up_later(
     assert server.received == [({"train/loss": 0.05}, 20), ({"train/loss": 0.025}, 40)]
 
 
+def test_a_tracker_that_was_added_on_resume_gets_the_test_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Down()
+    server.up = True
+    monkeypatch.setattr(trackers, "connect", lambda *_: server)
+    first = run_in(tmp_path)
+    with tracking.tracked(run_in(tmp_path, "mlflow")):
+        Records(first.path / "metrics.jsonl").add(step(20))
+    (first.path / "result.json").write_text('{"steps": 20}')
+    (first.path / "metrics.json").write_text('{"P@1": 0.25, "queries": 8, "intervals": {}}')
+    tracking.catch_up(first)
+    assert server.received == [({"train/loss": 0.05}, 20), ({"test/P@1": 0.25}, 20)]
+
+
 def test_a_tracker_that_is_not_installed_is_named_before_anything_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
