@@ -139,9 +139,9 @@ def fuse(
         if choice is None:
             if len(held_out) < FEW_QUERIES:
                 logger.warning(
-                    "weights are chosen by %d held-out queries, too few to rely on; hold out more with"
-                    " data.validation",
+                    "weights are chosen by %d held-out queries, too few to rely on; %s",
                     len(held_out),
+                    _how_to_hold_out(sources, "hold out more with data.validation"),
                 )
             choosing_rows = _evenly_spread(held_out, most_queries)
             choice = _choose_weights(selected, words, corpus, choosing_rows, metrics, folder)
@@ -273,11 +273,25 @@ def _held_out(sources: Sequence[_Source]) -> Int64Array:
         held_out = held_out_by(bundle, manifest.about, source.corpus)
         rows = np.intersect1d(rows, held_out.validation_rows)
     if not len(rows):
+        advice = _how_to_hold_out(sources, "train them with equal data.validation and data.seed")
         raise ConfigError(
             "each training query was used by one of the runs, so none is left to choose weights by;"
-            " train them with equal data.validation and data.seed"
+            f" {advice}"
         )
     return _evenly_spread(rows, MOST_QUERIES)
+
+
+def _how_to_hold_out(sources: Sequence[_Source], otherwise: str) -> str:
+    """What to do so that all sources hold out the same queries."""
+    starts = set()
+    for source in sources:
+        _, manifest = open_artifact(source.selected, KIND, contents=False)
+        data = manifest.about.get("config", {}).get("data") or {}
+        starts.add(data.get("validation_from", 0))
+    if len(starts) == 1:
+        return otherwise
+    # A run with --from holds out only queries that are new to it.
+    return f"train all runs with data.validation_from={max(starts)}"
 
 
 def _evenly_spread(rows: Int64Array, most: int) -> Int64Array:

@@ -252,6 +252,13 @@ def test_runs_that_held_out_other_queries_are_refused(
     with pytest.raises(ConfigError, match="train them with equal") as error:
         fuse(paths, corpus, tmp_path / "fused")
 
+    # A run that goes on from another one holds out queries that are new to it.
+    newest = corpus.card.num_train - 5
+    about = {"config": {"data": {"seed": 1, "validation": 0.2, "validation_from": newest}}}
+    finish_manifest(other, KIND, about, {})
+    with pytest.raises(ConfigError, match=rf"train all runs with data\.validation_from={newest}$"):
+        fuse(paths, corpus, tmp_path / "fused")
+
     assert "\n" not in str(error.value)
     assert not (tmp_path / "fused").exists()
 
