@@ -15,6 +15,7 @@ import torch
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError, XmcrayError
+from xmcray.methods.registry import method_entry
 from xmcray.nn.encoder import ENCODERS
 from xmcray.nn.label_side import LabelSide
 from xmcray.parallel.partition import LabelPartition
@@ -33,6 +34,7 @@ from xmcray.training.checkpoint import Checkpoint
 from xmcray.training.loop import Setup, assemble, build
 from xmcray.training.probability_curves import FEW_QUERIES, fit_calibration, segments_of
 from xmcray.training.run import SELECTION, Run
+from xmcray.training.run_config import RunConfig
 from xmcray.training.step import encode_queries
 from xmcray.types import Float32Array, Int64Array, Ragged, id_blocks
 
@@ -184,16 +186,26 @@ def _earlier_calibration(
     """
     path = Path(earlier_run) / "bundle"
     try:
-        earlier = Retriever.load(path).calibration
-        earlier_config = read_manifest(path, KIND).about.get("config", {})
-    except XmcrayError:
+        retriever = Retriever.load(path)
+        values = read_manifest(path, KIND).about["config"]
+        earlier_config = RunConfig.resolve(run.config.method_name, values, is_stored=True)
+    except (XmcrayError, KeyError):
         return None
-    config = run.config.to_dict()
-    if any(config.get(name) != earlier_config.get(name) for name in _SCORE_SECTIONS):
+    num_labels = retriever.num_labels
+    if _score_settings(run.config, num_labels) != _score_settings(earlier_config, num_labels):
         return None
+    earlier = retriever.calibration
     if earlier is None or earlier.curves.queries <= num_held_out:
         return None
     return Calibration(earlier.curves, segments_of(corpus.train_counts))
+
+
+def _score_settings(config: RunConfig, num_labels: int) -> list[object]:
+    """The settings that make scores, as they take effect with a number of labels."""
+    in_force = method_entry(config.method_name).in_force
+    method = in_force(config.method, num_labels)
+    values = dataclasses.replace(config, method=method).to_dict()
+    return [values.get(name) for name in _SCORE_SECTIONS]
 
 
 def selected_bundle(run: Run, corpus: Corpus) -> Path | None:
