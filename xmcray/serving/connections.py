@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from xmcray.errors import ResourceError
+from xmcray.serving.upgrades import UpgradeIgnoringParser
 
 MAX_HEAD = 32 * 1024  # bytes of request line and headers
 MAX_HEADERS = 100  # lines of a head after the first
@@ -135,6 +136,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def __init__(self, room: ConnectionRoom, **arguments: Any) -> None:
         super().__init__(**arguments)
+        self._ignoring_parser = UpgradeIgnoringParser(self)
+        self.parser = self._ignoring_parser  # type: ignore[assignment]
         self._room = room
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
@@ -167,6 +170,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._cancel_timer()
         self.resume_writing()
         super().connection_lost(exc)
+        self._ignoring_parser.close()
 
     def data_received(self, data: bytes) -> None:
         """Counts what comes, and refuses a request with too long a head."""
