@@ -9,6 +9,7 @@ Letters of axes here, in addition to those in types.py:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,11 +20,13 @@ import torch
 from xmcray.errors import BundleError, DataError
 from xmcray.nn.label_side import LabelSide
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.shards import SearchScope
 from xmcray.types import Float32Array
 
 SAMPLE = 4096  # labels of the export to which the map from texts to rows is fitted
 RIDGE = 0.3  # penalty of that map, in mean squares of the texts' coordinates
 _TINY = 1e-12
+_FITTING = threading.Lock()
 
 
 def new_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -> Float32Array:
@@ -56,6 +59,21 @@ def new_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -> 
     return vectors
 
 
+def prepare(retriever: Retriever, side: LabelSide) -> None:
+    """Computes once what `new_vectors` needs of a bundle.
+
+    With classifier rows and a transformer this takes long: it encodes the texts of SAMPLE labels.
+
+    Args:
+        retriever: the bundle.
+        side: how its method makes a label's vector.
+    Raises:
+        DataError: no label of the bundle has a text.
+    """
+    if side.prototypes is None and side.row_columns:
+        _row_map(retriever, side.row_columns)
+
+
 def nearest_clusters(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -> torch.Tensor:
     """PRIME's clusters of labels that join, int64 [n].
 
@@ -79,7 +97,8 @@ def _text_vectors(retriever: Retriever, texts: Sequence[str]) -> Float32Array:
 def _nearest_clusters(retriever: Retriever, side: LabelSide, text_UD: Float32Array) -> torch.Tensor:
     """The cluster of the label whose prototype is nearest to each text, int64 [n]."""
     assert side.cluster_L is not None
-    nearest = retriever.labels.search_exported(text_UD, 1).ids[:, 0]
+    # Exact, because the processes of the composed mode have indexes of different shards.
+    nearest = retriever.labels.search_exported(text_UD, 1, SearchScope(exact=True)).ids[:, 0]
     # Clusters are listed by row, not by source id.
     nearest_rows = retriever.labels.label_rows[nearest]
     if nearest_rows.max(initial=-1) >= len(side.cluster_L):
@@ -141,9 +160,9 @@ def _row_map(retriever: Retriever, columns: int) -> RowMap:
         columns: C.
     """
     row_maps = retriever.row_maps
-    if columns not in row_maps:
-        # Two threads may both fit it, and get the same.
-        row_maps[columns] = _fit_rows(retriever, columns)
+    with _FITTING:
+        if columns not in row_maps:
+            row_maps[columns] = _fit_rows(retriever, columns)
     return row_maps[columns]
 
 

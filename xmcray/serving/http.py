@@ -43,6 +43,7 @@ LIMITED_PATHS = (
     "/v1/feedback",
     interchange.EMBEDDINGS,
     interchange.RERANK,
+    interchange.RERANK_2,
 )
 PAGES = {
     "index.html": "text/html",
@@ -175,7 +176,7 @@ def _add_search_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/v1/labels/{uid:uid}", response_model=schema.LabelResponse, tags=["search"])
     async def label(uid: str, model: str | None = None) -> Response:
         """One label: text, attributes."""
-        return _answer(service.label(uid, model))
+        return _answer(await service.label(uid, model))
 
     @app.get("/v1/models", response_model=schema.ModelsResponse, tags=["search"])
     async def models() -> Response:

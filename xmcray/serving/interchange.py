@@ -2,6 +2,7 @@
 
     POST /v1/embeddings    as OpenAI's: query vectors of texts
     POST /v1/rerank        as Cohere's, with `documents`; as that of Text Embeddings Inference, with `texts`
+    POST /v2/rerank        the same, for Cohere's second client
 
 Tokens, limits and problem documents are those of the other routes.
 """
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 EMBEDDINGS = "/v1/embeddings"
 RERANK = "/v1/rerank"
+RERANK_2 = "/v2/rerank"  # of Cohere's second client, with the same fields
 
 
 class Foreign(BaseModel):
@@ -158,6 +160,7 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
         response.headers.update(pinned.headers)
         return EmbeddingsResponse(data=data, model=pinned.model, usage=usage)
 
+    @app.post(RERANK_2, response_model_exclude_none=True, include_in_schema=False)
     @app.post(RERANK, response_model_exclude_none=True, tags=["interchange"])
     async def rerank(
         body: RerankRequest, request: Request, response: Response

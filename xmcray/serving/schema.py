@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -37,6 +38,8 @@ def _at_most(max_length: int) -> tuple[Any, BeforeValidator]:
 
 
 Text = Annotated[str, StringConstraints(max_length=100_000)]
+# Without blanks at the ends, as `prepare` reads the texts of labels.
+LabelText = Annotated[Text, AfterValidator(str.strip)]
 Uid = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
 # Each error costs microseconds, and a body of a megabyte has room for 300,000 of them.
@@ -301,7 +304,7 @@ class Operation(Schema):
 
     op: Literal["add", "update", "delete"]
     uid: Uid
-    text: Text | None = None
+    text: LabelText | None = None
     attributes: Annotated[Attributes, *_at_most(32)] | None = None
 
 

@@ -96,6 +96,9 @@ class Service:
         self._thread = ThreadPoolExecutor(
             1, "search", initializer=_give_way, initargs=(config.search_nice,)
         )
+        self._preparer = ThreadPoolExecutor(
+            1, "prepare", initializer=_give_way, initargs=(config.search_nice,)
+        )
         self._drifts: dict[str, Drift] = {}
         self._batcher = MicroBatcher[PendingSearch, list[schema.Result]](
             self._thread, self._search_batch, MAX_BATCH_TEXTS
@@ -166,7 +169,7 @@ class Service:
         """
         if self._events is None:
             raise ProblemError("not-found", NOT_COLLECTED)
-        label = self.label(request.label, request.model)
+        label = await self.label(request.label, request.model)
         event = FeedbackEvent(
             request=request.request_id,
             text=request.text,
@@ -226,6 +229,10 @@ class Service:
         max_tokens = self.config.max_tokens
         try:
             async with self._admitted(None) as deadline:
+                # In another thread, so that searches go on. If the time is over before it ends, a
+                # later request finds it done.
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._preparer, snapshot.prepare_scores)
                 scores, truncated = await self._run(
                     deadline, snapshot.score, query, documents, max_tokens
                 )
@@ -244,7 +251,7 @@ class Service:
         check_truncated(encoded.truncated, self.config)
         return encoded
 
-    def label(self, uid: str, name: str | None) -> schema.LabelResponse:
+    async def label(self, uid: str, name: str | None) -> schema.LabelResponse:
         """One label of a model.
 
         Args:
@@ -254,6 +261,9 @@ class Service:
             ProblemError: there is none of that uid.
         """
         snapshot = self.served.current(name)
+        if snapshot.exported is None:
+            # In another thread, so that other requests are answered meanwhile.
+            await asyncio.to_thread(snapshot.index_uids)
         label_id = snapshot.label_id(uid)
         if label_id is None:
             message = f"label {uid[:80]!r} is not in model {snapshot.model!r}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from xmcray.retrieval.answers import FoundLabel
 from xmcray.retrieval.attributes import ColumnTypes, LabelAttributes
 from xmcray.retrieval.bundle import KIND, read_attributes
 from xmcray.retrieval.labels import NewLabel, load_label_sides, with_labels
-from xmcray.retrieval.new_vectors import new_vectors
+from xmcray.retrieval.new_vectors import new_vectors, prepare
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ALL_SHARDS, NO_SHARDS, ShardSubset
 from xmcray.retrieval.uid_index import UidIndex
@@ -36,6 +37,7 @@ from xmcray.types import BoolArray, Float32Array
 MAX_VIEWS = 16  # filters whose views are kept
 NUM_PROBES = 32
 PROBE_K = 10
+_INDEXING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +214,7 @@ class Snapshot:
     def after_commits(self, commits: Sequence[Commit]) -> Snapshot:
         """The snapshot with further commits applied.
 
-        How commits are grouped into calls makes no difference.
+        How commits are grouped into calls makes no difference, up to rounding of new vectors.
 
         Args:
             commits: those after `number`, in order, at least one.
@@ -223,11 +225,18 @@ class Snapshot:
         """Id of a label that can be answered; None if there is none of that uid."""
         return self.label_ids([uid]).get(uid)
 
+    def index_uids(self) -> UidIndex:
+        """Looks up the exported labels by uid. The first call takes seconds with millions of labels."""
+        # Without the lock, each request that waits for it would build its own.
+        with _INDEXING:
+            if self.exported is None:
+                self.exported = UidIndex(self.retriever.labels)
+            return self.exported
+
     def label_ids(self, uids: Iterable[str]) -> dict[str, int]:
         """Ids of labels that can be answered, by uid; without the uids that have none."""
         labels = self.retriever.labels
-        if self.exported is None:
-            self.exported = UidIndex(labels)
+        exported = self.index_uids()
         ids = {}
         unchanged = []
         for uid in uids:
@@ -235,7 +244,7 @@ class Snapshot:
                 unchanged.append(uid)
             elif (label_id := self.changed_ids[uid]) is not None:
                 ids[uid] = label_id
-        return ids | self.exported.ids_of(unchanged, labels)
+        return ids | exported.ids_of(unchanged, labels)
 
     def text(self, label_id: int) -> str:
         """Text of a label."""
@@ -259,6 +268,14 @@ class Snapshot:
         tokenizer = self.retriever.tokenizer
         limit = min(max_tokens, tokenizer.max_len)
         return int(tokenizer.encode(list(texts), limit).lengths.sum())
+
+    def prepare_scores(self) -> None:
+        """Computes once what `score` needs; with a transformer it can take most of a minute.
+
+        Raises:
+            DataError: the bundle cannot score texts.
+        """
+        prepare(self.retriever, self.label_sides[0])
 
     def score(
         self, query: str, documents: Sequence[str], max_tokens: int
@@ -401,7 +418,9 @@ class _LabelChanges:
         deletes = operation.op == "delete"
         # A text that stays keeps the label's id and vector.
         if old_id is not None:
-            if not deletes and operation.text in (None, self._text(old_id)):
+            # `events export` and `prepare` remove blanks at the ends of a text.
+            same_texts = (None, self._text(old_id).strip())
+            if not deletes and operation.text in same_texts:
                 if attributes is not None:
                     self._rows[old_id] = attributes
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from bundles import write_bundle_of
 from served import served
+
+from xmcray.retrieval import new_vectors
 
 EMBEDDINGS = "/v1/embeddings"
 RERANK = "/v1/rerank"
@@ -56,7 +59,7 @@ async def test_texts_are_ranked_as_if_they_were_labels(tmp_path: Path, kind: str
         }
         scores = list(score_of.values())
         assert scores == sorted(scores, reverse=True)
-        best = (await one.ask("/v1/rerank", {**body, "top_n": 1})).json()["results"]
+        best = (await one.ask("/v2/rerank", {**body, "top_n": 1})).json()["results"]
         assert best == [{key: answer["results"][0][key] for key in ("index", "relevance_score")}]
         as_texts = {"query": TEXTS[0], "texts": DOCUMENTS}
         ranked = (await one.ask("/v1/rerank", as_texts)).json()
@@ -69,6 +72,28 @@ async def test_texts_are_ranked_as_if_they_were_labels(tmp_path: Path, kind: str
         answers = found["results"][0]["answers"]
         wanted = [score_of[entry["uid"]] for entry in answers]
         np.testing.assert_allclose([entry["score"] for entry in answers], wanted, atol=1e-6)
+
+
+async def test_searches_go_on_while_a_bundle_learns_to_rank_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = write_bundle_of(tmp_path / "rows", "rows")
+    may_end = threading.Event()
+    fit = new_vectors._fit_rows
+
+    def slow_fit(*arguments: Any) -> Any:
+        assert may_end.wait(20)
+        return fit(*arguments)
+
+    monkeypatch.setattr(new_vectors, "_fit_rows", slow_fit)
+    body = {"query": TEXTS[0], "documents": DOCUMENTS}
+    async with served(tmp_path, {"m": bundle}, deadline_ms=1000) as one:
+        late = await one.ask("/v1/rerank", body)
+        assert late.status_code == 503
+        await one.search([TEXTS[0]])
+        may_end.set()
+        answer = await one.ask("/v1/rerank", body)
+        assert answer.status_code == 200
 
 
 async def test_answers_name_the_version_as_those_of_a_search_do(tmp_path: Path) -> None:

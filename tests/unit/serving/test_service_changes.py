@@ -20,7 +20,8 @@ async def test_labels_change_while_they_are_served(
     names = {"a": bundles["texts"]}
     async with served(tmp_path, names) as one:
         before = await one.search(["sort"], k=560)
-        added = {"op": "add", "uid": "n1", "text": "sort sort join"}
+        # Blanks at the ends are no part of a text, as in `prepare`.
+        added = {"op": "add", "uid": "n1", "text": " sort sort join\n"}
         answer = await one.change(added, {"op": "delete", "uid": "u9"})
         assert answer.json() == {"model": "a", "label_log": 2}
         await one.reached(2)

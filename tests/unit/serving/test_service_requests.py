@@ -36,6 +36,7 @@ async def test_every_route_wants_its_token(
             ("/v1/encode", search),
             ("/v1/embeddings", {"input": "a"}),
             ("/v1/rerank", {"query": "a", "texts": ["a"]}),
+            ("/v2/rerank", {"query": "a", "documents": ["a"]}),
             ("/v1/feedback", {"request_id": "r", "label": "u1", "event": "click"}),
             ("/v1/labels/u1", None),
             ("/v1/models", None),

@@ -48,13 +48,15 @@ class Recorder:
 @pytest.mark.parametrize("piece", [1, 7, 1000])
 def test_the_requests_are_those_without_the_offer(piece: int) -> None:
     lines = b"Host: x\r\n"
-    sent = b"".join([
-        b"POST /one HTTP/1.1\r\n%b%b%b\r\n%b" % (lines, UPGRADE, LENGTH, BODY),
-        b"GET /two HTTP/1.1\r\n%b%b\r\n" % (lines, UPGRADE),
-        b"POST /three HTTP/1.1\r\n%b%b%b\r\n%b" % (lines, CHUNKED, UPGRADE, CHUNKS),
-        b"POST /four HTTP/1.1\r\n%b%b\r\n%b" % (lines, LENGTH, BODY),
-        b"GET /five HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
-    ])
+    sent = b"".join(
+        [
+            b"POST /one HTTP/1.1\r\n%b%b%b\r\n%b" % (lines, UPGRADE, LENGTH, BODY),
+            b"GET /two HTTP/1.1\r\n%b%b\r\n" % (lines, UPGRADE),
+            b"POST /three HTTP/1.1\r\n%b%b%b\r\n%b" % (lines, CHUNKED, UPGRADE, CHUNKS),
+            b"POST /four HTTP/1.1\r\n%b%b\r\n%b" % (lines, LENGTH, BODY),
+            b"GET /five HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+        ]
+    )
     recorder = Recorder()
     parser = UpgradeIgnoringParser(recorder)
     for first in range(0, len(sent), piece):
