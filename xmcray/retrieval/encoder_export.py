@@ -99,3 +99,7 @@ def _write_static(
         (folder / path).mkdir(exist_ok=True)
         modules.append({"idx": number, "name": str(number), "path": path, "type": module_type})
     save_settings(folder / "modules.json", modules)
+    prompts = {"query": tokenizer.query_prompt, "document": tokenizer.label_prompt}
+    if any(prompts.values()):
+        # sentence-transformers puts them before the texts.
+        save_settings(folder / "config_sentence_transformers.json", {"prompts": prompts})

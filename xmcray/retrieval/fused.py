@@ -37,7 +37,8 @@ MEMBERS = "members"  # folder of the members after the first
 CHUNK = 64  # queries whose candidates are in memory at once, at most
 COSINES = 1 << 24  # cosines of queries and label texts in memory at once, at most
 NO_TEXTS = (
-    "this bundle also compares words, so it needs the queries' texts, not their tokens or vectors"
+    "this bundle compares words, has several members or reads answers again, so it needs the"
+    " queries' texts, not their tokens or vectors"
 )
 
 

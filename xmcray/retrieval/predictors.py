@@ -198,18 +198,19 @@ class MemoryPredictor:
             by_label = dict[int, list[tuple[int, float]]]()
             for label_id in label_ids:
                 by_label[label_id] = []
-            # The largest weight first; keys without a weight do not vote.
+            # Keys without a weight do not vote, nor does a key for a label of no relevance.
             weight_K = weight_BK[query]
-            order = np.argsort(-weight_K, kind="stable")
-            voters = order[: np.count_nonzero(weight_K)]
-            for place in voters.tolist():
+            for place in np.flatnonzero(weight_K).tolist():
                 row = int(neighbours.queries.ids[query, place])
                 weight = float(weight_K[place])
                 for label_id, relevance in self.memory.queries.graded(row):
-                    if label_id in by_label:
+                    if relevance and label_id in by_label:
                         by_label[label_id].append((row, weight * relevance))
                         rows.add(row)
-            votes.append([by_label[label_id] for label_id in label_ids])
+            # The largest weight first; those of equal weight in the order of the keys.
+            votes.append(
+                [sorted(by_label[label_id], key=lambda vote: -vote[1]) for label_id in label_ids]
+            )
         # One look-up of names for all queries: reading a block of the file is what costs.
         names = self.memory.queries.names(rows)
         all_reasons = []

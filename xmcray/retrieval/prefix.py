@@ -55,6 +55,10 @@ def cut_bundle(
     head = load_head(folder / "head")
     side = load_label_side(folder / "label_side")
     labels, row_labels, removed = read_labels(folder, settings)
+    if isinstance(head, PrefixHead):
+        raise ConfigError(
+            f"{bundle} was cut before, expected a whole bundle; cut the one that it was made from"
+        )
     has_other_parts = settings.normalises or side.prototypes is not None
     if has_other_parts or type(head) not in (Head, NormalisedHead):
         raise ConfigError(

@@ -75,7 +75,7 @@ class StaticText(InputModule):  # type: ignore[misc]
 
         Args:
             inputs: B texts.
-            prompt: stands before each text.
+            prompt: stands before each text that is not empty.
             task: "document" for label texts; anything else for queries.
         Returns:
             "input_ids" int64 [T] and "lengths" int64 [B].
@@ -85,7 +85,7 @@ class StaticText(InputModule):  # type: ignore[misc]
         self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(self.settings[length_setting])
         prefix = prompt or ""
-        texts = [prefix + text for text in inputs]
+        texts = [prefix + text if text else "" for text in inputs]
         lengths = []
         tokens: list[int] = []
         for encoding in self.tokenizer.encode_batch(texts):

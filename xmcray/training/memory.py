@@ -185,7 +185,12 @@ def _is_bundle_of(path: str, corpus: Corpus) -> bool:
 
 def _is_bundle(path: str) -> bool:
     """Whether a path must be that of a bundle: a URL, or a folder with a manifest."""
-    return is_url(path) or (Path(path) / MANIFEST).is_file()
+    if is_url(path):
+        return True
+    folder = Path(path)
+    # An encoder that was exported to sentence-transformers has a manifest, too.
+    is_exported_encoder = (folder / "modules.json").is_file()
+    return (folder / MANIFEST).is_file() and not is_exported_encoder
 
 
 def open_encoder(path: str, corpus: Corpus) -> tuple[Encoder, Head]:

@@ -49,6 +49,9 @@ def test_static_folder_has_the_vectors_of_queries_and_labels(
     tmp_path: Path, is_plain: bool
 ) -> None:
     tokenizer = train_wordpiece(TEXTS, max_len=5, label_max_len=3)
+    if not is_plain:
+        tokenizer.query_prompt = "norm "
+        tokenizer.label_prompt = "rank "
     parts = {"position_decay": 1.5, "bigram_buckets": 50, "separate_labels": True}
     settings = {"residual": False} if is_plain else parts
     config = EncoderConfig(dim=DIM, **settings)  # type: ignore[arg-type]
@@ -68,8 +71,12 @@ def test_static_folder_has_the_vectors_of_queries_and_labels(
         "query": query_encoder.encode(QUERIES),
         "document": query_encoder.encode_labels(tokenizer.encode_labels(QUERIES)),
     }
+    prompts_file = tmp_path / "out" / "config_sentence_transformers.json"
+    assert prompts_file.is_file() != is_plain
     for task, vectors in expected.items():
-        features = module.preprocess(QUERIES, task=task)
+        # sentence-transformers passes the prompt of the task to the module.
+        prompt = None if is_plain else json.loads(prompts_file.read_text())["prompts"][task]
+        features = module.preprocess(QUERIES, prompt=prompt, task=task)
         found = module(features)["sentence_embedding"]
         if not is_plain:
             found = F.normalize(found, dim=-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,7 @@ from xmcray.retrieval.shards import ShardBuild
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.storage.manifest import finish_manifest, read_manifest
 from xmcray.training.memory import memory_bundle, open_encoder
+from xmcray.types import WeightedRagged
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +162,18 @@ def test_weight_zero_is_the_dual_encoder(corpus: Corpus, bundle: Path) -> None:
     assert_array_equal(top.ids, expected.ids)
 
 
-def test_an_answer_names_who_voted(corpus: Corpus, bundle: Path) -> None:
+@pytest.mark.parametrize("is_graded", [False, True])
+def test_an_answer_names_who_voted(corpus: Corpus, bundle: Path, is_graded: bool) -> None:
     retriever = Retriever.load(bundle, threads=1)
+    if is_graded:
+        assert retriever.memory is not None
+        queries = retriever.memory.queries
+        positives = queries.positives
+        grades = np.random.default_rng(0).choice([0.0, 0.1, 1.0, 5.0], len(positives.values))
+        weighted = WeightedRagged(positives.values, positives.offsets, grades.astype(np.float32))
+        queries = dataclasses.replace(queries, positives=weighted)
+        memory = dataclasses.replace(retriever.memory, queries=queries)
+        retriever = dataclasses.replace(retriever, memory=memory)
     train = corpus.split("train")
     rows = np.arange(len(train))
     uids = train.uids(rows)
@@ -182,9 +194,12 @@ def test_an_answer_names_who_voted(corpus: Corpus, bundle: Path) -> None:
             assert answer.voters is not None
             weights = [voter.weight for voter in answer.voters]
             assert weights == sorted(weights, reverse=True)
+            assert all(weight > 0 for weight in weights)
+            share = sum(weights)
+            if share > 1:
+                share = 1 + math.log(share)
             # A label without votes has a score below 0.
-            probability = max(answer.score, 0)
-            assert sum(weights) == pytest.approx(probability, abs=1e-6)
+            assert share == pytest.approx(max(answer.score, 0), abs=1e-6)
             for voter in answer.voters:
                 assert voter.text == text_of[voter.uid]
                 assert answer.label_id in positives_of[voter.uid]
@@ -306,6 +321,9 @@ def test_a_transformer_fits_the_tokens_it_was_trained_with(corpus: Corpus, tmp_p
     assert head.kind == "plain"
 
     encoder.save(saved)
+    open_encoder(str(saved), prepared)
+    # As `export --to sentence-transformers` writes it.
+    (saved / "manifest.json").write_text("{}")
     open_encoder(str(saved), prepared)
 
     with pytest.raises(DataError, match="other tokens than encoder"):

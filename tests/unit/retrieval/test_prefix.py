@@ -95,6 +95,12 @@ def test_other_settings_are_refused_with_fewer_columns(tmp_path: Path) -> None:
     assert not (tmp_path / "cut").exists()
 
 
+def test_a_bundle_is_cut_once(tmp_path: Path) -> None:
+    cut_bundle(write_bundle_of(tmp_path / "whole", "texts"), tmp_path / "cut", 6)
+    with pytest.raises(ConfigError, match="was cut before"):
+        cut_bundle(tmp_path / "cut", tmp_path / "again", 3)
+
+
 @pytest.mark.parametrize(
     ("kind", "dim", "message"),
     [
