@@ -4,7 +4,7 @@
         python jobs/prepare.py SRC --out CORPUS
 
 Options are those of `xmcray prepare`.
-The driver reads SRC and writes CORPUS; name a shared folder, or a URL for CORPUS.
+Any node may read SRC, and the driver writes CORPUS; name a folder that all nodes see, or a URL for CORPUS.
 """
 
 from xmcray.cli.job import run_job

@@ -130,7 +130,7 @@ def read_corpus(path: Path) -> str:
         rows = np.arange(len(split))
         for ragged in (split.tokens(rows), split.positives(rows), split.filters(rows)):
             parts += [ragged.values.tolist(), ragged.offsets.tolist()]
-        parts += [split.texts(rows), split.uids(rows), split.rows_without_tokens.tolist()]
+        parts += [split.texts(rows), split.uids(rows), split.short_texts(0).tolist()]
     return _fingerprint(parts)
 
 

@@ -228,9 +228,16 @@ class Corpus:
         """Token ids of label texts."""
         return self.labels.tokens(source_ids)
 
+    @functools.cached_property
+    def _labels_without_tokens(self) -> Int64Array:
+        return self.labels.short_texts(self.tokenizer().num_special_tokens)
+
     def labels_without_tokens(self) -> Int64Array:
-        """int64, source ids of labels whose text has no token, ascending."""
-        return self.labels.rows_without_tokens
+        """int64, source ids of labels whose text has no token, ascending.
+
+        The special tokens that a transformer's tokenizer adds to each text do not count.
+        """
+        return self._labels_without_tokens
 
     def label_texts(self, source_ids: Int64Array) -> list[str]:
         """Texts of labels."""
@@ -294,15 +301,14 @@ class Split:
         """int64 [rows], positives of every row, without reading them."""
         return self._labels.lengths()
 
-    @functools.cached_property
-    def rows_without_tokens(self) -> Int64Array:
-        """int64, rows whose text has no token, ascending."""
-        return self._tokens.empty_rows()
+    def short_texts(self, max_tokens: int) -> Int64Array:
+        """int64, rows whose text has at most so many tokens, ascending."""
+        return self._tokens.short_rows(max_tokens)
 
     @functools.cached_property
     def rows_without_positives(self) -> Int64Array:
         """int64, rows without a positive, ascending."""
-        return self._labels.empty_rows()
+        return self._labels.short_rows()
 
     def positives(self, rows: Int64Array) -> Ragged:
         """Source label ids of rows, ascending, without filter pairs."""

@@ -342,8 +342,9 @@ class HubTables:
         item = _item(feature) if lists else feature
         # A ClassLabel holds integers, and the names that they stand for.
         kind = "class" if hasattr(item, "names") else str(getattr(item, "dtype", ""))
-        # "large_string" is a string too.
-        if not kind.removeprefix("large_").startswith(kinds):
+        # "large_string" is a string, and "uint8" an integer.
+        kind = kind.removeprefix("large_").replace("uint", "int")
+        if not kind.startswith(kinds):
             expected = " or ".join(kinds)
             hint = f"; name another column with --columns {option}=COLUMN"
             if option == "labels" and kind.startswith("int"):

@@ -187,15 +187,15 @@ class ShardedRows:
             lengths[start:stop] = self._lengths_of(offsets)
         return lengths
 
-    def empty_rows(self) -> Int64Array:
-        """int64, the rows without a value, ascending. It allocates no array of all rows."""
-        empty_rows = [np.empty(0, np.int64)]
+    def short_rows(self, max_values: int = 0) -> Int64Array:
+        """int64, the rows with at most so many values, ascending. It allocates no array of all rows."""
+        short_rows = [np.empty(0, np.int64)]
         for start, offsets in self._offset_blocks():
-            # In most blocks no row is empty, and one comparison of all offsets shows that.
-            if not np.all(offsets[:-1] < offsets[1:]):
-                is_empty = self._lengths_of(offsets) == 0
-                empty_rows.append(start + np.flatnonzero(is_empty))
-        return np.concatenate(empty_rows)
+            # In most blocks no row is short, and one comparison of all offsets shows that.
+            if not np.all(offsets[:-1] + max_values < offsets[1:]):
+                is_short = self._lengths_of(offsets) <= max_values
+                short_rows.append(start + np.flatnonzero(is_short))
+        return np.concatenate(short_rows)
 
     def _offset_blocks(self) -> Iterator[tuple[int, Int64Array]]:
         """For each block of rows its first row, and int64 [rows + 1], the offsets of its rows.

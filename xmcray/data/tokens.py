@@ -7,6 +7,7 @@ this class adds) and, for a transformer, the small JSON files that its own loade
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -28,7 +29,7 @@ from xmcray.config import check_range
 from xmcray.data.token_cache import TokenCache, is_separable
 from xmcray.errors import BundleError, ConfigError, one_line, readable
 from xmcray.storage.whole_files import read_json
-from xmcray.types import Ragged, offsets_of, spans
+from xmcray.types import BoolArray, Ragged, offsets_of, spans
 
 PAD = "[PAD]"
 UNKNOWN = "[UNK]"
@@ -118,6 +119,19 @@ class TextTokenizer:
     def encode_labels(self, texts: Sequence[str]) -> Ragged:
         """As `encode`, for the texts of labels."""
         return self._encode(texts, self.label_max_len, self.label_prompt)
+
+    @functools.cached_property
+    def num_special_tokens(self) -> int:
+        """Tokens of an empty text, which a transformer's tokenizer adds to each text."""
+        return len(self.encode_labels([""]).values)
+
+    def has_tokens(self, tokens: Ragged) -> BoolArray:
+        """bool, which of some texts have a token besides the special ones.
+
+        Args:
+            tokens: what `encode` or `encode_labels` gave.
+        """
+        return tokens.lengths > self.num_special_tokens
 
     def _encode(self, texts: Sequence[str], max_len: int, prompt: str) -> Ragged:
         if not texts:

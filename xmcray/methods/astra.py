@@ -74,6 +74,8 @@ class Astra(OneVsAll):
     def __init__(self, config: AstraConfig, context: MethodContext) -> None:
         super().__init__(config, context)
         self.config = config
+        if config.index_on == "labels" and context.negatives.hard:
+            context.check_label_texts("method.index_on=labels", "use method.index_on=classifier")
         if config.logit_prior == "prior":
             num_labels = context.data.num_labels
             negatives = context.negatives

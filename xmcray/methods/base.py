@@ -54,14 +54,17 @@ class MethodContext:
     fusion: FusionConfig = field(default_factory=FusionConfig)
     as_labels: Callable[[Ragged], Ragged] = lambda tokens: tokens
 
-    def check_label_texts(self, method: str) -> None:
-        """Raises DataError if no label has a text, for methods that encode label texts."""
+    def check_label_texts(self, user: str, remedy: str = "train astra instead") -> None:
+        """Raises DataError if no label has a text.
+
+        Args:
+            user: the method or setting that needs them.
+            remedy: what to do.
+        """
         num_without_tokens = len(self.data.corpus.labels_without_tokens())
         if num_without_tokens == self.data.num_labels:
             path = self.data.corpus.path
-            raise DataError(
-                f"{path} has no label text, expected some for {method}; train astra instead"
-            )
+            raise DataError(f"{path} has no label text, expected some for {user}; {remedy}")
 
     def label_tokens(self, label_ids: Int64Array) -> Ragged:
         """Token ids of label texts, as the encoder expects those of labels.

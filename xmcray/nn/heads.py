@@ -58,6 +58,16 @@ class Head(nn.Module):
             save_weights(folder / WEIGHTS, state)
 
 
+def unit_length(vector_BD: Tensor) -> Tensor:
+    """vector / |vector|; a vector of zeros stays as it is.
+
+    `F.normalize` divides the gradient of such a vector by 1e-12. One text without a token then makes
+    Adam's second moment of a bias so large that the bias learns nothing more.
+    """
+    length_B1 = torch.linalg.vector_norm(vector_BD, dim=-1, keepdim=True)
+    return vector_BD / torch.where(length_B1 > 0, length_B1, 1.0)
+
+
 class NormalisedHead(Head):
     """Vectors of length 1, so that inner products are cosines."""
 
@@ -65,7 +75,7 @@ class NormalisedHead(Head):
 
     def forward(self, vector_BD: Tensor) -> Tensor:
         """vector / |vector|."""
-        return F.normalize(vector_BD, dim=-1)
+        return unit_length(vector_BD)
 
 
 class PrefixHead(Head):
@@ -163,7 +173,7 @@ class TwoHeads(Head):
         text_BE = torch.tanh(self.text_layer(vector_BD))
         if keep_BE is not None:
             text_BE = text_BE * keep_BE
-        return F.normalize(text_BE, dim=-1)
+        return unit_length(text_BE)
 
     def classifier(self, vector_BD: Tensor, keep_BE: Tensor | None = None) -> Tensor:
         """Phi_C [B, E], of any length: dropout(A2 vector).

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from xmcray.errors import ConfigError, one_line
+from xmcray.errors import ConfigError, RunError, one_line
 from xmcray.nn.encoder import ADAPTERS, EncoderConfig
 from xmcray.nn.module_files import save_weights
 
@@ -90,7 +90,7 @@ def restore_adapters(model: Any, folder: Path, saved: dict[str, Tensor]) -> None
         saved: merged weights of the checkpoint, by which another base model is recognised.
 
     Raises:
-        ConfigError: `encoder.name` is another model than the one that the run started with.
+        RunError: `encoder.name` is another model than the one that the run started with.
         KeyError, ValueError: the file does not fit the adapters.
     """
     factors = _factors(model)
@@ -103,10 +103,21 @@ def restore_adapters(model: Any, folder: Path, saved: dict[str, Tensor]) -> None
     for name, weight in merged_state(model).items():
         expected = saved[name].to(weight)
         if not torch.allclose(weight, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
-            raise ConfigError(
-                f"encoder.name is another model than the one that {folder} was trained from"
-                f" ({name} differs); put that one back, or train again with another --out"
-            )
+            raise another_model(folder, name)
+
+
+def another_model(folder: Path, name: str) -> RunError:
+    """The error of a run that continues with another model than it started with.
+
+    Args:
+        folder: of the checkpoint.
+        name: a weight that differs.
+    """
+    # No ConfigError: in the middle of a checkpoint that would count as a malformed file.
+    return RunError(
+        f"encoder.name is another model than the one that {folder} was trained from"
+        f" ({name} differs); put that one back, or train again with another --out"
+    )
 
 
 def _factors(model: Any) -> dict[str, Tensor]:

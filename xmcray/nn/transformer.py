@@ -292,14 +292,27 @@ class TransformerEncoder(Encoder):
         sentence_folder.write_sentence_settings(folder, self.prompts, self.similarity)
 
     def restore(self, folder: Path) -> None:
-        """As for other encoders; adapters are restored as they were, and not merged."""
-        if not self.adapted:
-            super().restore(folder)
-            return
+        """As for other encoders; adapters are restored as they were, and not merged.
+
+        Raises:
+            RunError: the run started with another model than `encoder.name` is now.
+        """
         saved = open_model(folder, BundleError)
+        if not self.adapted:
+            if self.encoded_texts is not None:
+                self._check_same_model(folder, saved.model)
+            self.load_state_dict(saved.state_dict())
+            return
         lora.restore_adapters(self.model, folder, saved.model.state_dict())
         if self.projection is not None and saved.projection is not None:
             self.projection.load_state_dict(saved.projection.state_dict())
+
+    def _check_same_model(self, folder: Path, saved_model: Any) -> None:
+        """Raises RunError if the texts were encoded by another model than a checkpoint has."""
+        saved = saved_model.state_dict()
+        for name, weight in self.model.state_dict().items():
+            if not torch.equal(saved[name].to(weight), weight):
+                raise lora.another_model(folder, name)
 
 
 def _at_least_float32(states: Tensor) -> Tensor:

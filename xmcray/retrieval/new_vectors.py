@@ -86,8 +86,9 @@ def nearest_clusters(retriever: Retriever, side: LabelSide, texts: Sequence[str]
 def _text_vectors(retriever: Retriever, texts: Sequence[str]) -> Float32Array:
     """What the encoder makes of the texts of labels, float32 [n, D]."""
     tokens = retriever.tokenizer.encode_labels(texts)
-    if not tokens.lengths.all():
-        place = int(tokens.lengths.argmin())
+    has_tokens = retriever.tokenizer.has_tokens(tokens)
+    if not has_tokens.all():
+        place = int(has_tokens.argmin())
         raise DataError(
             f"text {place + 1} of {len(texts)}, {texts[place][:80]!r}, has no token; reword it"
         )
@@ -218,7 +219,7 @@ def _known_labels(
     sample = generator.choice(exported, min(SAMPLE, exported), replace=False)
     texts = retriever.labels.texts(sample)
     tokens = retriever.tokenizer.encode_labels(texts)
-    with_text = np.flatnonzero(tokens.lengths)
+    with_text = np.flatnonzero(retriever.tokenizer.has_tokens(tokens))
     if not len(with_text):
         raise DataError(
             "no label of the bundle has a text, expected some, by which the row of a new label is"

@@ -255,8 +255,11 @@ class Retriever:
 
     def has_tokens(self, text: str) -> bool:
         """Whether a label's text has any token for each member; without one it has no vector."""
-        tokens = [member.tokenizer.encode_labels([text]) for member in self.members]
-        return all(len(own_tokens.values) > 0 for own_tokens in tokens)
+        for member in self.members:
+            tokens = member.tokenizer.encode_labels([text])
+            if not member.tokenizer.has_tokens(tokens).all():
+                return False
+        return True
 
     def search(
         self,

@@ -406,8 +406,8 @@ def _start_new_labels(
     spec = setup.method.bundle_spec
     columns = spec.label_side.row_columns
     makes_rows = columns > 0 or bool(spec.cluster_state)
-    new_ids = np.flatnonzero(is_new_L)
-    new_ids = new_ids[setup.data.label_tokens(new_ids).lengths > 0]
+    without_tokens = corpus.label_rank[corpus.labels_without_tokens()]
+    new_ids = np.setdiff1d(np.flatnonzero(is_new_L), without_tokens)
     old_have_texts = len(old.labels_without_tokens()) < old.card.num_labels
     if not makes_rows or not len(new_ids) or not old_have_texts:
         return

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import corpus_of
+from models import write_bert
 from numpy.testing import assert_array_equal
 from planted import write_planted
 
@@ -120,6 +121,21 @@ def test_a_label_text_is_a_query_of_its_label(corpus: Corpus) -> None:
         assert rows_of(tokens) == rows_of(label_tokens)
         assert rows_of(positives) == [[label]]
         assert rows_of(excluded) == [[]]
+
+
+@pytest.mark.parametrize("is_transformer", [False, True])
+def test_a_label_without_a_text_is_no_query(tmp_path: Path, is_transformer: bool) -> None:
+    raw = tmp_path / "raw"
+    write_planted(raw, num_queries=50, num_labels=8)
+    texts = ["w1x1", "", "w2x2", "   ", *["w3x3"] * 4]
+    rows = [json.dumps({"uid": f"label{label}", "text": text}) for label, text in enumerate(texts)]
+    (raw / "labels.jsonl").write_text("\n".join(rows) + "\n")
+    # Its tokenizer gives an empty text two special tokens.
+    model = str(write_bert(tmp_path / "bert", ["w1x1", "w2x2", "w3x3"])) if is_transformer else None
+    corpus = corpus_of(raw, tmp_path / "corpus", model)
+    assert corpus.labels_without_tokens().tolist() == [1, 3]
+    data = TrainingData(corpus, DataConfig(validation=0, augment_with_labels=True))
+    assert len(data.query_ids) == len(data.training_rows) + 6
 
 
 def test_labels_of_a_query_are_internal_and_ascending(corpus: Corpus) -> None:

@@ -103,8 +103,8 @@ def test_texts_join_columns_and_rows_have_uids_and_relevance(tmp_path: Path) -> 
         "tag": ["red", "blue"],
         "clicks": [3, 2],
     }
-    numbers = datasets.Value("int64")
-    write_table(tmp_path / "set" / "train.parquet", rows, id=numbers, clicks=numbers)
+    types = {"id": datasets.Value("uint32"), "clicks": datasets.Value("int64")}
+    write_table(tmp_path / "set" / "train.parquet", rows, **types)
     columns = {"text": "title+body", "labels": "tag", "uid": "id", "relevance": "clicks"}
     raw = raw_files(tmp_path / "set", tmp_path / "raw", **columns)
     assert queries(raw) == [("7", "a x", ["red"]), ("9", "b", ["blue"])]

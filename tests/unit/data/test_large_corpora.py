@@ -234,7 +234,7 @@ def test_damaged_offsets_are_refused_where_rows_are_read(corpus: Corpus, tmp_pat
         with pytest.raises(DataError, match="offsets that are not those of its rows"):
             train.tokens(np.array([row]))
     with pytest.raises(DataError, match="offsets that are not those of its rows"):
-        len(train.rows_without_tokens)
+        len(train.short_texts(0))
 
 
 def test_a_large_corpus_takes_few_mappings_and_no_array_of_all_queries(

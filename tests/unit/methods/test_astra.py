@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from corpora import planted_corpus
+from corpora import corpus_of, planted_corpus
+from planted import write_planted
 
 from xmcray import draws
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
+from xmcray.errors import DataError
 from xmcray.methods.astra import Astra
 from xmcray.negatives.sampler import capped_positives
 from xmcray.training.loop import Setup, build
@@ -46,6 +50,17 @@ def made(corpus: Corpus, *extra: str) -> tuple[Setup, Astra]:
     setup = build(config, TrainingData(corpus, config.data), torch.device("cpu"))
     assert isinstance(setup.method, Astra)
     return setup, setup.method
+
+
+def test_an_index_on_label_texts_needs_some(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    write_planted(raw, num_queries=50, num_labels=8)
+    rows = [json.dumps({"uid": f"label{label}"}) for label in range(8)]
+    (raw / "labels.jsonl").write_text("\n".join(rows) + "\n")
+    without_texts = corpus_of(raw, tmp_path / "corpus")
+    made(without_texts, "method.index_on=classifier")
+    with pytest.raises(DataError, match=r"expected some for method\.index_on=labels; use method"):
+        made(without_texts, "method.index_on=labels")
 
 
 def shortlist_of(data: TrainingData) -> Shortlist:

@@ -11,7 +11,7 @@ import torch
 from models import write_bert
 
 from xmcray.data.tokens import TextTokenizer, from_transformer
-from xmcray.errors import ConfigError
+from xmcray.errors import ConfigError, RunError, readable
 from xmcray.nn import frozen
 from xmcray.nn.encoder import Encoder, EncoderConfig, build_encoder
 from xmcray.nn.transformer import TransformerEncoder
@@ -181,6 +181,23 @@ def test_another_model_or_pooling_does_not_read_the_vectors_of_one(
     assert not torch.allclose(other.pooled(tokens), encoder.pooled(tokens))
     # A folder of vectors for each.
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_run_does_not_continue_with_the_vectors_of_another_model(
+    folder: Path, tokenizer: TextTokenizer, tokens: Ragged, tmp_path: Path
+) -> None:
+    make(folder, tokenizer).save(tmp_path / "checkpoint")
+    same = make(folder, tokenizer)
+    same.remember(tmp_path / "same", len(TEXTS), tokens.take)
+    same.restore(tmp_path / "checkpoint")
+
+    other = make(folder, tokenizer)
+    other.model.get_input_embeddings().weight.data += 0.1
+    other.remember(tmp_path / "other", len(TEXTS), tokens.take)
+    # No malformed checkpoint: the advice of a resume would be wrong.
+    refusal = pytest.raises(RunError, match=r"^encoder\.name is another model than the one that")
+    with refusal, readable("a checkpoint is malformed", "resume from an earlier one"):
+        other.restore(tmp_path / "checkpoint")
 
 
 def test_keys_tell_texts_apart() -> None:

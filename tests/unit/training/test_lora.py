@@ -14,7 +14,7 @@ from models import write_family
 from torch import Tensor
 
 from xmcray.data.tokens import TextTokenizer, from_transformer
-from xmcray.errors import ConfigError
+from xmcray.errors import ConfigError, RunError
 from xmcray.nn.encoder import EncoderConfig, build_encoder, load_encoder
 from xmcray.nn.transformer import TransformerEncoder
 from xmcray.training.optim import EncoderOptimizer, OptimConfig
@@ -121,7 +121,7 @@ def test_saved_folder_is_merged_and_training_goes_on_from_it(
         assert torch.equal(weight, expected)
     # Merged weights are no start for the adapters that are in them already.
     of_another_model = make(tmp_path, tokenizer, **LORA)
-    with pytest.raises(ConfigError, match=r"encoder.name is another model than the one that"):
+    with pytest.raises(RunError, match=r"encoder.name is another model than the one that"):
         of_another_model.restore(tmp_path)
 
 
