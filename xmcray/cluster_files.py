@@ -98,6 +98,7 @@ def check_cluster_file(path: str | Path) -> None:
             f"{path} has {len(documents)} documents, expected one for `ray up`; {_CLUSTER_EXAMPLE}"
         )
     values = documents[0] if documents else {}
+    _check_provider(path, values)
     _check_fields(path, values)
     _check_with_ray(path, values)
     _check_placeholders(path, values)
@@ -138,6 +139,16 @@ def _check_manifest(path: str | Path, values: Mapping[str, Any]) -> None:
     if version != ray_version():
         raise ConfigError(
             f"{path}: rayVersion is {version}, here is {ray_version()}; expected the same"
+        )
+
+
+def _check_provider(path: str | Path, values: Mapping[str, Any]) -> None:
+    """Refuses files for machines of one's own, whose fields are others than those that are checked."""
+    provider = values.get("provider")
+    if isinstance(provider, Mapping) and provider.get("type") == "local":
+        known = ", ".join(_MACHINE_TYPES)
+        raise ConfigError(
+            f"{path}: provider.type is local, expected one of {known}; only files for these are checked"
         )
 
 
@@ -240,7 +251,7 @@ def _check_start_commands(path: str | Path, values: Mapping[str, Any]) -> None:
                 )
     # Only the head starts a dashboard.
     for command in values["head_start_ray_commands"]:
-        for host in re.findall(r"--dashboard-host[= ]+(\S+)", command):
+        for host in re.findall(r"--dashboard-host[= ]+([^\s;&|]+)", command):
             if host.strip("\"'") not in LOOPBACK:
                 raise ConfigError(
                     f"{path}: --dashboard-host is {host}, expected 127.0.0.1; `ray dashboard` forwards it"

@@ -108,6 +108,10 @@ def gpu_nodes(values: dict[str, Any]) -> dict[str, Any]:
             "unknown provider.type 'awss'; did you mean 'aws'",
         ),
         (
+            lambda v: v.update(provider={"type": "local", "head_ip": "10.0.0.1"}),
+            "provider.type is local, expected one of aws, gcp, azure",
+        ),
+        (
             lambda v: gpu_nodes(v)["node_config"].update(InstanceType="g6e.12xlrge"),
             "'g6e.12xlrge', which is no machine type",
         ),
@@ -176,6 +180,7 @@ def test_a_mistake_in_a_cluster_file_is_one_line(
     [
         replaced("head_start_ray_commands", "RAY_AUTH_MODE=token", 'RAY_AUTH_MODE="token"'),
         replaced("head_start_ray_commands", "=127.0.0.1", "='127.0.0.1'"),
+        replaced("head_start_ray_commands", "=127.0.0.1", "=127.0.0.1; true"),
     ],
 )
 def test_quotes_of_the_shell_are_no_mistake(change: Change, tmp_path: Path) -> None:
