@@ -42,12 +42,7 @@ def new_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -> 
         DataError: a text has no token.
         BundleError: the label side does not fit the bundle.
     """
-    dim = retriever.settings.dim
-    if not 0 <= side.row_columns <= dim:
-        raise BundleError(
-            f"label_side.json names {side.row_columns} columns of rows, expected 0 to {dim};"
-            " export the bundle again"
-        )
+    _check_side(retriever, side)
     vectors = _text_vectors(retriever, texts)
     if side.prototypes is not None:
         return _prototypes(retriever, side, vectors)
@@ -57,6 +52,12 @@ def new_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -> 
         text_vectors = vectors[:, columns]
         vectors[:, columns] = _row_map(retriever, side.row_columns).rows(text_vectors)
     return vectors
+
+
+def is_prepared(retriever: Retriever, side: LabelSide) -> bool:
+    """Whether `new_vectors` has all that it needs of a bundle."""
+    needs_map = side.prototypes is None and side.row_columns > 0
+    return not needs_map or side.row_columns in retriever.row_maps
 
 
 def prepare(retriever: Retriever, side: LabelSide) -> None:
@@ -69,9 +70,20 @@ def prepare(retriever: Retriever, side: LabelSide) -> None:
         side: how its method makes a label's vector.
     Raises:
         DataError: no label of the bundle has a text.
+        BundleError: the label side does not fit the bundle.
     """
-    if side.prototypes is None and side.row_columns:
+    _check_side(retriever, side)
+    if not is_prepared(retriever, side):
         _row_map(retriever, side.row_columns)
+
+
+def _check_side(retriever: Retriever, side: LabelSide) -> None:
+    dim = retriever.settings.dim
+    if not 0 <= side.row_columns <= dim:
+        raise BundleError(
+            f"label_side.json names {side.row_columns} columns of rows, expected 0 to {dim};"
+            " export the bundle again"
+        )
 
 
 def nearest_clusters(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -> torch.Tensor:
@@ -161,9 +173,11 @@ def _row_map(retriever: Retriever, columns: int) -> RowMap:
         columns: C.
     """
     row_maps = retriever.row_maps
-    with _FITTING:
-        if columns not in row_maps:
-            row_maps[columns] = _fit_rows(retriever, columns)
+    if columns not in row_maps:
+        with _FITTING:
+            # Another thread may have fitted it meanwhile.
+            if columns not in row_maps:
+                row_maps[columns] = _fit_rows(retriever, columns)
     return row_maps[columns]
 
 

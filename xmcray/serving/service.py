@@ -229,10 +229,11 @@ class Service:
         max_tokens = self.config.max_tokens
         try:
             async with self._admitted(None) as deadline:
-                # In another thread, so that searches go on. If the time is over before it ends, a
-                # later request finds it done.
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._preparer, snapshot.prepare_scores)
+                if not snapshot.can_score:
+                    # In another thread, so that searches go on. If the time is over before it ends,
+                    # a later request finds it done.
+                    loop = asyncio.get_running_loop()
+                    await loop.run_in_executor(self._preparer, snapshot.prepare_scores)
                 scores, truncated = await self._run(
                     deadline, snapshot.score, query, documents, max_tokens
                 )

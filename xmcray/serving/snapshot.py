@@ -23,7 +23,7 @@ from xmcray.retrieval.answers import FoundLabel
 from xmcray.retrieval.attributes import ColumnTypes, LabelAttributes
 from xmcray.retrieval.bundle import KIND, read_attributes
 from xmcray.retrieval.labels import NewLabel, load_label_sides, with_labels
-from xmcray.retrieval.new_vectors import new_vectors, prepare
+from xmcray.retrieval.new_vectors import is_prepared, new_vectors, prepare
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ALL_SHARDS, NO_SHARDS, ShardSubset
 from xmcray.retrieval.uid_index import UidIndex
@@ -227,11 +227,12 @@ class Snapshot:
 
     def index_uids(self) -> UidIndex:
         """Looks up the exported labels by uid. The first call takes seconds with millions of labels."""
-        # Without the lock, each request that waits for it would build its own.
-        with _INDEXING:
-            if self.exported is None:
-                self.exported = UidIndex(self.retriever.labels)
-            return self.exported
+        if self.exported is None:
+            # Without the lock, each request that waits for it would build its own.
+            with _INDEXING:
+                if self.exported is None:
+                    self.exported = UidIndex(self.retriever.labels)
+        return self.exported
 
     def label_ids(self, uids: Iterable[str]) -> dict[str, int]:
         """Ids of labels that can be answered, by uid; without the uids that have none."""
@@ -268,6 +269,11 @@ class Snapshot:
         tokenizer = self.retriever.tokenizer
         limit = min(max_tokens, tokenizer.max_len)
         return int(tokenizer.encode(list(texts), limit).lengths.sum())
+
+    @property
+    def can_score(self) -> bool:
+        """Whether `score` needs no `prepare_scores` before."""
+        return is_prepared(self.retriever, self.label_sides[0])
 
     def prepare_scores(self) -> None:
         """Computes once what `score` needs; with a transformer it can take most of a minute.
