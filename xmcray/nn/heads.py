@@ -65,7 +65,8 @@ def unit_length(vector_BD: Tensor) -> Tensor:
     Adam's second moment of a bias so large that the bias learns nothing more.
     """
     length_B1 = torch.linalg.vector_norm(vector_BD, dim=-1, keepdim=True)
-    return vector_BD / torch.where(length_B1 > 0, length_B1, 1.0)
+    # The divisor of a vector of zeros is 1.
+    return vector_BD / (length_B1 + (length_B1 == 0))
 
 
 class NormalisedHead(Head):
