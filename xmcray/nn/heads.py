@@ -65,8 +65,9 @@ def unit_length(vector_BD: Tensor) -> Tensor:
     Adam's second moment of a bias so large that the bias learns nothing more.
     """
     length_B1 = torch.linalg.vector_norm(vector_BD, dim=-1, keepdim=True)
-    # The divisor of a vector of zeros is 1.
-    return vector_BD / (length_B1 + (length_B1 == 0))
+    # 1 for a vector of zeros.
+    divisor_B1: Tensor = length_B1 + (length_B1 == 0)
+    return vector_BD / divisor_B1
 
 
 class NormalisedHead(Head):
